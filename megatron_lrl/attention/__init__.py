@@ -1,0 +1,1 @@
+"""Segment attention: queries of new tokens over resident and live keys and values."""

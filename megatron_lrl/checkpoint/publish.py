@@ -1,0 +1,80 @@
+"""Directories that appear whole or not at all, and the files that travel with a model's weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_lrl.errors import UserError
+
+# What belongs to a model beside its weights: settings, tokenizer, chat template, generation defaults,
+# licence, notes. Code and weights in other formats (pickles among them) stay behind.
+_CARRIED_SUFFIXES = {".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".md"}
+_CARRIED_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
+
+
+def incomplete_path(target: Path) -> Path:
+    """Where a directory is built before it is renamed to `target`."""
+    return target.with_name(f".{target.name}.incomplete")
+
+
+def prepare(target: str | Path) -> Path:
+    """Check that `target` may be created and make its empty working directory next to it; returns the latter.
+
+    A working directory left by an interrupted run is removed. Raises UserError: target exists and is not an
+    empty directory, or the place is not writable.
+    """
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(
+            f"{target}: exists and is not an empty directory; nothing was overwritten, choose another"
+        )
+    partial = incomplete_path(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+    except OSError as error:
+        raise UserError(f"{target}: cannot be created: {error.strerror or error}") from error
+    return partial
+
+
+def publish(target: str | Path) -> None:
+    """Rename the finished working directory to `target`."""
+    target = Path(target)
+    os.replace(incomplete_path(target), target)
+
+
+def discard(target: str | Path) -> None:
+    """Remove the working directory after a failure."""
+    shutil.rmtree(incomplete_path(Path(target)), ignore_errors=True)
+
+
+@contextmanager
+def new_directory(target: str | Path) -> Iterator[Path]:
+    """`prepare`, then `publish` if the block succeeded and `discard` if not (one process)."""
+    partial = prepare(target)
+    try:
+        yield partial
+        publish(target)
+    finally:
+        discard(target)
+
+
+def carry_files(source: Path, target: Path) -> list[str]:
+    """Copy the files that travel with a model (not its weights); returns their names, sorted."""
+    target.mkdir(parents=True, exist_ok=True)
+    carried = [path for path in sorted(source.iterdir()) if path.is_file() and _is_carried(path)]
+    for path in carried:
+        shutil.copyfile(path, target / path.name)
+    return [path.name for path in carried]
+
+
+def _is_carried(path: Path) -> bool:
+    if path.name.startswith(".") or path.name.endswith((".index.json", ".incomplete")):
+        return False
+    return path.suffix in _CARRIED_SUFFIXES or path.name.upper().startswith(_CARRIED_NAMES)

@@ -1,0 +1,286 @@
+"""Read settings from TOML and `table.key=value` overrides; check them against a world and a model.
+
+    CONFIG.toml ──────┐
+                      ├─ merge ─> Config (megatron_lrl.settings) ─> check_* ─> the verbs
+    table.key=value ──┘
+
+Relative paths are taken relative to the current working directory, never to the config file's folder, so that
+a path means the same in the file, in an override and in the shell.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import PydanticUndefined
+
+from megatron_lrl.errors import UserError
+from megatron_lrl.settings import Config, ParallelTable, Table
+
+__all__ = [
+    "Config",
+    "check_layout",
+    "check_supported",
+    "check_train",
+    "check_world",
+    "describe_settings",
+    "differing_settings",
+    "load_config",
+]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `table.key=value` overrides in order (the last one wins) and validate.
+
+    An override's value is read as TOML; text that is not TOML stands for itself as a string, so that
+    `train.output=runs/a` needs no quotes. Raises UserError naming every wrong key, where it was set and what
+    would be valid.
+    """
+    try:
+        tables: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} is not valid TOML: {error}") from error
+    source: dict[str, str] = {}
+    for text in overrides:
+        keys, value = _parse_override(text)
+        _set(tables, keys, value, text)
+        source[".".join(keys)] = text
+    if isinstance(tables.get("model"), dict) and ("model.hf" in source) != ("model.checkpoint" in source):
+        tables["model"].pop("checkpoint" if "model.hf" in source else "hf", None)
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        # A default that depends on a wrong key could not be computed; the wrong key has its own error.
+        wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        problems = dict.fromkeys(_problem(e, str(path), source) for e in wrong)
+        raise UserError("\n".join(problems)) from None
+
+
+def describe_settings() -> str:
+    """All tables and keys with what is valid, the default and the meaning; plain text for `--help`."""
+    lines: list[str] = []
+    for table, field in Config.model_fields.items():
+        model = _table_of(field)
+        lines += ["", f"[{table}]  {' '.join((model.__doc__ or '').split())}"]
+        for key, setting in model.model_fields.items():
+            lines.append(f"  {key:<20} {setting.description}")
+            lines.append(f"  {'':<20} ({_valid(setting)}; default: {_default(key, setting)})")
+    return "\n".join(lines[1:])
+
+
+def check_supported(config: Config) -> None:
+    """Raise UserError for settings that the schema knows and this version cannot run."""
+    asked = {
+        'model.attention = "lastkv"': config.model.attention == "lastkv",
+        f'prefix.contract = "{config.prefix.contract}"': config.prefix.contract in ("exact", "truncated"),
+        f"train.minibatches = {config.train.minibatches}": config.train.minibatches > 1,
+    }
+    missing = [setting for setting, used in asked.items() if used]
+    if missing:
+        raise UserError(
+            f'not available in this version: {", ".join(missing)}. Available: model.attention = "full"; '
+            'prefix.contract = "response_only" or "conventional"; train.minibatches = 1'
+        )
+
+
+def check_train(config: Config) -> None:
+    """Raise UserError unless the settings that only training needs are there and can teach anything."""
+    if config.data.prompts is None:
+        raise UserError("train needs data.prompts: a JSONL file of prompts")
+    if config.train.output is None:
+        raise UserError('train needs train.output: a folder for the run, for example "runs/name"')
+    if config.rollout.group_size < 2:
+        raise UserError(
+            f'rollout.group_size = {config.rollout.group_size}: loss.advantage = "{config.loss.advantage}" '
+            "compares the responses of a group and needs at least 2"
+        )
+
+
+def check_world(parallel: ParallelTable, world_size: int) -> int:
+    """Return dp, the data parallel size; raise UserError if tp cp pp does not divide the world."""
+    ranks = parallel.tp * parallel.cp * parallel.pp
+    if world_size < 1 or world_size % ranks:
+        raise UserError(
+            f"parallel.tp = {parallel.tp}, parallel.cp = {parallel.cp}, parallel.pp = {parallel.pp} need a "
+            f"multiple of {ranks} ranks, but the world has {world_size}; start so many or change the layout"
+        )
+    return world_size // ranks
+
+
+def check_layout(
+    config: Config,
+    world_size: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    num_layers: int,
+    ffn_hidden_size: int,
+    num_experts: int = 0,
+) -> int:
+    """Check the layout against a world and a model's sizes; return dp. num_experts is 0 for a dense model.
+
+    Nothing is asked of the hidden size, the vocabulary or sequence lengths: hidden states are never split by
+    column, vocabularies and sequences are padded. Raises UserError naming the key and the valid values.
+    """
+    parallel = config.parallel
+    dp = check_world(parallel, world_size)
+    for size, what in (
+        (num_heads, "attention heads"),
+        (num_kv_heads, "KV heads"),
+        (ffn_hidden_size, "MLP width"),
+    ):
+        if size % parallel.tp:
+            raise UserError(
+                f"parallel.tp = {parallel.tp} must divide the model's {what} ({size}); valid with this "
+                f"model: {_divisors(num_heads, num_kv_heads, ffn_hidden_size)}"
+            )
+    if num_layers % parallel.pp:
+        raise UserError(
+            f"parallel.pp = {parallel.pp} must divide the model's layers ({num_layers}); valid: "
+            f"{_divisors(num_layers)}"
+        )
+    if parallel.ep > 1 and not num_experts:
+        raise UserError(f"parallel.ep = {parallel.ep}, but the model is dense; only 1 is valid")
+    if parallel.ep > 1 and (num_experts % parallel.ep or world_size // parallel.pp % parallel.ep):
+        raise UserError(
+            f"parallel.ep = {parallel.ep} must divide the model's experts ({num_experts}) and the ranks of a "
+            f"pipeline stage ({world_size // parallel.pp}); valid: "
+            f"{_divisors(num_experts, world_size // parallel.pp)}"
+        )
+    return dp
+
+
+# What may change when a run resumes: layout, execution settings that leave results alone, bookkeeping.
+_MAY_CHANGE = (
+    "parallel.",
+    "replay.",
+    "prefix.chunk_size",
+    "train.updates",
+    "train.save_every",
+    "train.output",
+    "train.overwrite",
+    "train.log_samples",
+)
+
+
+def differing_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Dotted keys that make `config` another run than `saved`, a `model_dump(mode="json")` of its Config."""
+    old, new = dict(_flatten(saved)), dict(_flatten(config.model_dump(mode="json")))
+    return sorted(
+        key
+        for key in old.keys() | new.keys()
+        if not key.startswith(_MAY_CHANGE) and old.get(key) != new.get(key)
+    )
+
+
+def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for table, keys in tables.items():
+        for key, value in keys.items():
+            yield f"{table}.{key}", value
+
+
+def _divisors(*sizes: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes))
+
+
+def _parse_override(text: str) -> tuple[list[str], Any]:
+    name, equals, raw = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise UserError(f"override {text!r} is not table.key=value, for example train.updates=3")
+    try:
+        parsed = tomllib.loads(f"value = {raw.strip()}")
+    except tomllib.TOMLDecodeError:
+        return keys, raw.strip()
+    # A line break in the text could smuggle in more keys: then it is not one value but a string.
+    return keys, parsed["value"] if parsed.keys() == {"value"} else raw
+
+
+def _set(tables: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        tables = tables.setdefault(key, {})
+        if not isinstance(tables, dict):
+            raise UserError(f"override {text!r}: {'.'.join(keys[:depth])} has a value and is not a table")
+    tables[keys[-1]] = value
+
+
+def _table_of(field: Any) -> type[Table]:
+    assert issubclass(field.annotation, Table)
+    return field.annotation
+
+
+def _default(key: str, setting: Any) -> str:
+    """A setting's default as a config file would write it."""
+    if setting.default is PydanticUndefined:
+        return "true if tp > 1" if key == "sequence_parallel" else "{}"
+    if setting.default is None:
+        return "unset"
+    return json.dumps(setting.default)
+
+
+def _valid(setting: Any) -> str:
+    """What a setting accepts, in words."""
+    kinds = {
+        int: "integer",
+        float: "number",
+        bool: "true or false",
+        str: "string",
+        str | None: "string",
+        tuple[float, float]: "two numbers",
+        dict[str, Any]: "table",
+    }
+    kind = kinds.get(setting.annotation)
+    if kind is None:
+        return "one of " + ", ".join(f'"{choice}"' for choice in setting.annotation.__args__)
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [
+        f"{sign} {getattr(rule, name)}"
+        for rule in setting.metadata
+        for name, sign in signs.items()
+        if getattr(rule, name, None) is not None
+    ]
+    if any(getattr(rule, "min_length", None) for rule in setting.metadata):
+        kind = "non-empty " + kind
+    if any(getattr(rule, "pattern", None) for rule in setting.metadata):
+        kind += ' "module:function"'
+    return " ".join([kind, " and ".join(bounds)]).strip()
+
+
+def _problem(error: Any, path: str, source: Mapping[str, str]) -> str:
+    """One validation error as a line: where it was set, the key, what was found, what would be valid."""
+    loc = [str(part) for part in error["loc"]]
+    key = ".".join(loc[:2])
+    where = next(
+        (
+            f"override {text!r}"
+            for name, text in reversed(list(source.items()))
+            if name == key or name.startswith(f"{key}.")
+        ),
+        path,
+    )
+    if error["type"] == "value_error":  # from a validator, whose message names its keys
+        used = ", ".join(source.values())
+        return f"{path}{f' with overrides {used}' if used else ''}: {error['ctx']['error']}"
+    fields: Mapping[str, Any] = Config.model_fields
+    if error["type"] == "extra_forbidden":
+        names = list(fields) if len(loc) == 1 else list(_table_of(fields[loc[0]]).model_fields)
+        prefix = "" if len(loc) == 1 else f"{loc[0]}."
+        close = difflib.get_close_matches(loc[-1], names, n=1)
+        if not close:  # right key, wrong table
+            close = [f"{t}.{loc[-1]}" for t, f in fields.items() if loc[-1] in _table_of(f).model_fields][:1]
+            prefix = "" if close else prefix
+        hint = f"did you mean {prefix}{close[0]}? " if close else ""
+        return f"{where}: unknown key {key}; {hint}valid: {', '.join(names)}"
+    if len(loc) == 1:
+        return f"{where}: {key} must be a table [{key}], found {error['input']!r}"
+    setting = _table_of(fields[loc[0]]).model_fields[loc[1]]
+    found = error["input"]
+    return f"{where}: {key} expects {_valid(setting)}, found {found!r} ({type(found).__name__})"

@@ -1,0 +1,11 @@
+"""The one exception a user can cause."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in a setting, a file or a layout.
+
+    The message stands alone: it names the key, file, line or rank, says what was found and what would be valid.
+    The command line prints it once and exits with status 2; nothing has been written by then.
+    """

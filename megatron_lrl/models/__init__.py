@@ -1,0 +1,1 @@
+"""Hugging Face configuration -> Megatron-Core model."""

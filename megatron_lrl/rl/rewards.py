@@ -1,0 +1,153 @@
+"""Verifiable rewards: functions of a response's text and its prompt's record.
+
+A reward is any `function(text, record, **reward_args) -> float`, named "module:function" in data.reward;
+the module must be importable (installed, or on PYTHONPATH). `text` is the decoded response without special
+tokens, `record` the whole JSONL record of the prompt. The ones here read the expected answer from
+record["answer"]: a string, a number, or a list of acceptable ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_lrl.errors import UserError
+from megatron_lrl.rl.types import Prompt
+
+_NUMBER = re.compile(
+    r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+(?:[eE][-+]?\d+)?"
+)
+
+
+class Reward:
+    """A loaded reward; calling it checks what the function returns."""
+
+    def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
+        self.name = name
+        self._function = function
+        self._args = dict(args)
+
+    def __call__(self, text: str, prompt: Prompt) -> float:
+        """The reward of `text`, finite. Raises UserError naming the group and the function otherwise."""
+        where = f"reward {self.name} on group {prompt.id!r}"
+        try:
+            value = self._function(text, prompt.record, **self._args)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        except Exception as error:  # the user's own function may raise anything
+            raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise UserError(f"{where} returned {value!r}; a reward must be a finite number") from None
+        if not math.isfinite(number):
+            raise UserError(f"{where} returned {number}; a reward must be a finite number")
+        return number
+
+
+def load_reward(spec: str, args: Mapping[str, Any] | None = None) -> Reward:
+    """Import "module:function" and bind `args` to it. Raises UserError naming data.reward or
+    data.reward_args."""
+    args = args or {}
+    module_name, colon, function_name = spec.partition(":")
+    if not (module_name and colon and function_name):
+        raise UserError(f'data.reward = {spec!r} must be "module:function"')
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's module, which may raise anything
+        raise UserError(
+            f"data.reward = {spec!r}: cannot import {module_name}: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"data.reward = {spec!r}: {module_name} has no function {function_name}")
+    try:
+        inspect.signature(function).bind("", {}, **args)
+    except TypeError as error:
+        raise UserError(
+            f"data.reward_args: {spec} cannot be called as {function_name}(text, record"
+            f"{''.join(f', {name}=...' for name in args)}): {error}"
+        ) from None
+    except ValueError:
+        pass  # some built-in functions have no signature; calling them will tell
+    return Reward(spec, function, args)
+
+
+def exact_match(
+    text: str, record: Mapping[str, Any], *, field: str = "answer", ignore_case: bool = False
+) -> float:
+    """1 if the text is an acceptable answer, white space at its ends aside; else 0."""
+    given = _fold(text, ignore_case)
+    return float(any(given == _fold(answer, ignore_case) for answer in _answers(record, field)))
+
+
+def contains(
+    text: str,
+    record: Mapping[str, Any],
+    *,
+    field: str = "answer",
+    ignore_case: bool = False,
+    partial: float = 0.5,
+) -> float:
+    """1 if the text is an acceptable answer, `partial` if one merely occurs in it as a whole word, else 0."""
+    if exact_match(text, record, field=field, ignore_case=ignore_case):
+        return 1.0
+    given = _fold(text, ignore_case)
+    for answer in _answers(record, field):
+        # Not \b: an answer may begin or end with a sign.
+        if re.search(rf"(?<!\w){re.escape(_fold(answer, ignore_case))}(?!\w)", given):
+            return partial
+    return 0.0
+
+
+def number(text: str, record: Mapping[str, Any], *, field: str = "answer", tolerance: float = 1e-6) -> float:
+    """1 if the last number in the text equals an acceptable answer, else 0.
+
+    "1,234.5" is one number. Equal means within `tolerance`, relative to the answer's size above 1, absolute
+    below.
+    """
+    expected = []
+    for answer in _answers(record, field):
+        found = _NUMBER.fullmatch(answer.strip())
+        if found is None:
+            raise UserError(f"record[{field!r}] = {answer!r} is not a number")
+        expected.append(_value(found.group()))
+    given = _NUMBER.findall(text)
+    if not given:
+        return 0.0
+    last = _value(given[-1])
+    return float(any(abs(last - answer) <= tolerance * max(1.0, abs(answer)) for answer in expected))
+
+
+def regex(
+    text: str, record: Mapping[str, Any], *, pattern: str | None = None, field: str = "pattern"
+) -> float:
+    """1 if a regular expression is found in the text, else 0: `pattern`, or without it record[field]."""
+    patterns = [pattern] if pattern is not None else _answers(record, field)
+    try:
+        return float(any(re.search(p, text) for p in patterns))
+    except re.error as error:
+        raise UserError(f"{patterns!r} is not a regular expression: {error}") from None
+
+
+def _answers(record: Mapping[str, Any], field: str) -> list[str]:
+    """The acceptable answers of a record as strings."""
+    value = record.get(field)
+    values = value if isinstance(value, list) else [value]
+    usable = [v for v in values if isinstance(v, (str, int, float)) and not isinstance(v, bool)]
+    if not usable or len(usable) < len(values):
+        raise UserError(f"record[{field!r}] must be a string, a number or a list of them, found {value!r}")
+    return [str(v) for v in usable]
+
+
+def _fold(text: str, ignore_case: bool) -> str:
+    text = text.strip()
+    return text.casefold() if ignore_case else text
+
+
+def _value(digits: str) -> float:
+    return float(digits.replace(",", ""))

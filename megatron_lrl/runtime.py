@@ -1,0 +1,217 @@
+"""Device, backend, process groups and seeds: the one place that knows where a run executes.
+
+`init_runtime` brings up torch.distributed and Megatron-Core's parallel state; everything else asks the `Runtime` it
+returns. On a machine with CUDA that means NCCL and one device per local rank, elsewhere gloo on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_lrl import platform_cpu
+from megatron_lrl.errors import UserError
+
+T = TypeVar("T")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes. ``dp`` follows from the world: world / (tp cp pp)."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one replica of the model and its state."""
+        return self.tp * self.cp * self.pp
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this rank runs, and its process groups."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    layout: Layout
+    groups: Any  # megatron.core ProcessGroupCollection
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // self.layout.model_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.groups.tp.rank()
+
+    @property
+    def cp_rank(self) -> int:
+        return self.groups.cp.rank()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.groups.pp.rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.groups.dp.rank()
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that prints and writes logs."""
+        return self.rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.layout.pp - 1
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def together(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run ``action`` on every rank; if it fails on any, fail on all with the first failing rank's message.
+
+        Collective over the world. Raises the rank's own exception where it happened and `UserError` elsewhere.
+        """
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = action(*args, **kwargs)
+        except Exception as error:  # every rank must learn of any failure, whatever its kind
+            failure = error
+        self.agree(failure)
+        return result  # type: ignore[return-value]
+
+    def agree(self, failure: Exception | None) -> None:
+        """Collective: raise on all ranks if any rank reports a failure."""
+        if self.world_size > 1:
+            messages: list[tuple[bool, str] | None] = [None] * self.world_size
+            mine = None if failure is None else (isinstance(failure, UserError), _describe(failure))
+            dist.all_gather_object(messages, mine)
+            if failure is None:
+                for rank, message in enumerate(messages):
+                    if message is not None:
+                        expected, text = message
+                        where = "" if expected else f"rank {rank} failed: "
+                        raise UserError(f"{where}{text}")
+        if failure is not None:
+            raise failure
+
+    def gather_objects(self, value: T, group: Any = None) -> list[T]:
+        """``value`` of every rank of ``group`` (default: the world), in rank order, on every rank."""
+        size = self.world_size if group is None else group.size()
+        if size == 1:
+            return [value]
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' start-up warnings out of the user's terminal."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for name in ("megatron", "torch.distributed", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def init_distributed() -> tuple[int, int, torch.device]:
+    """Bring up torch.distributed from torchrun's environment, or alone. Returns rank, world size, device."""
+    cuda = torch.cuda.is_available()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    elif world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        per_rank = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
+        torch.set_num_threads(per_rank)
+    if not dist.is_initialized():
+        backend = "nccl" if cuda else "gloo"
+        timeout = timedelta(minutes=30)
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+        elif world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        else:
+            raise UserError("WORLD_SIZE is set but MASTER_ADDR is not: launch with torchrun")
+    return rank, world_size, device
+
+
+def init_runtime(layout: Layout, seed: int = 0) -> Runtime:
+    """Initialise torch.distributed, Megatron-Core's parallel state and all seeds.
+
+    Raises `UserError` when the layout does not divide the world.
+    """
+    quiet_libraries()
+    platform_cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    rank, world_size, device = init_distributed()
+    if world_size % layout.model_size:
+        raise UserError(
+            f"parallel: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_size} does not divide the "
+            f"world of {world_size} ranks; launch a multiple of {layout.model_size}"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+    )
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Runtime(device, rank, world_size, layout, groups)
+
+
+def shutdown_runtime() -> None:
+    """Tear down process groups; a later `init_runtime` in the same process starts afresh."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def runtime_scope(layout: Layout, seed: int = 0) -> Iterator[Runtime]:
+    """`init_runtime`, and `shutdown_runtime` at the end of the block, whatever happened inside."""
+    try:
+        yield init_runtime(layout, seed)
+    finally:
+        shutdown_runtime()

@@ -1,0 +1,229 @@
+"""The settings: one frozen, documented model per table of the config file.
+
+A setting is documented once, in its `description`, which `--help` prints. Types are strict, unknown keys are
+refused, and so are combinations that cannot work: by the table that holds them, or by Config across tables.
+`megatron_lrl.config` reads files into these models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Table(BaseModel):
+    """Frozen, strictly typed (an integer may stand for a float), no unknown key, no inf, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _key(default: Any, description: str, **constraints: Any) -> Any:
+    return Field(default=default, description=description, **constraints)
+
+
+class ModelTable(Table):
+    """Which model: exactly one of hf and checkpoint; an override of one replaces the other in the file."""
+
+    hf: str | None = _key(None, "Hugging Face directory (config.json, safetensors, tokenizer)", min_length=1)
+    checkpoint: str | None = _key(
+        None, "Megatron distributed checkpoint written by `import` or `train`", min_length=1
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = _key(
+        "float32", "parameters and compute; float64 is for numerical checks"
+    )
+    attention: Literal["full", "lastkv"] = _key(
+        "full", "full causal attention, or LastKV: last-layer keys and values for all completed chunks"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelTable:
+        if self.hf is not None and self.checkpoint is not None:
+            raise ValueError("model.hf and model.checkpoint are both set; set exactly one of them")
+        return self
+
+
+class LastKVTable(Table):
+    """LastKV attention, read when model.attention = "lastkv". A property of the model."""
+
+    chunk_size: int = _key(512, "C, tokens per LastKV chunk", ge=1)
+    blend: bool = _key(True, "blend own-layer and last-layer keys and values of the previous chunk")
+    gate_init: float = _key(0.1, "alpha of the blend at initialisation, per layer and KV head", gt=0, lt=1)
+
+
+class ParallelTable(Table):
+    """The layout. dp = world / (tp cp pp)."""
+
+    tp: int = _key(
+        1, "tensor parallel size; must divide the attention heads, KV heads and the MLP width", ge=1
+    )
+    cp: int = _key(1, "context parallel size: resident state and new tokens are sharded over it", ge=1)
+    pp: int = _key(1, "pipeline parallel size; must divide the layers", ge=1)
+    ep: int = _key(1, "expert parallel size; must divide the experts (1 for dense models)", ge=1)
+    sequence_parallel: bool = Field(
+        default_factory=lambda data: data.get("tp", 1) > 1,
+        description="shard norms and residuals over tp; on by default whenever tp > 1",
+    )
+
+    @model_validator(mode="after")
+    def _sequence_parallel_needs_tp(self) -> ParallelTable:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("parallel.sequence_parallel = true needs parallel.tp > 1; leave the key out")
+        return self
+
+
+class PrefixTable(Table):
+    """The shared prompt: how it is captured and which gradient it gives."""
+
+    contract: Literal["conventional", "response_only", "exact", "truncated"] = _key(
+        "exact",
+        "conventional: full graph per response; response_only: prompt state constant; exact: adds the "
+        "prompt's gradient chunk by chunk; truncated: exact for the newest truncate_tokens prefix tokens",
+    )
+    chunk_size: int = _key(2048, "Z, tokens captured at once; execution only, never changes results", ge=1)
+    truncate_tokens: int = _key(8192, 'T, live prefix tokens under contract = "truncated"', ge=0)
+
+
+class ReplayTable(Table):
+    """Replaying responses against the resident prefix; execution only, never changes results."""
+
+    concurrent: int = _key(1, "K, responses replayed at once; a group with fewer replays all of them", ge=1)
+    logits_chunk: int = _key(1024, "response tokens whose logits exist at once", ge=1)
+    check_poison: bool = _key(False, "fill freed state with NaN, so that a stale read fails loudly")
+
+
+class RolloutTable(Table):
+    """Sampling."""
+
+    group_size: int = _key(8, "G, responses per prompt", ge=1)
+    max_new_tokens: int = _key(
+        128, "longest response, in tokens; shorter when an end-of-sequence token comes", ge=1
+    )
+    temperature: float = _key(
+        1.0, "the policy is softmax(logits / temperature), in sampling and in the loss", gt=0
+    )
+    top_p: float = _key(
+        1.0, "nucleus sampling; below 1 the sampler's distribution differs from the policy's", gt=0, le=1
+    )
+    seed: int = _key(0, "seed of the sampler", ge=0)
+
+
+class LossTable(Table):
+    """The objective."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = _key(
+        "grpo",
+        "grpo: (r - mean) / (std + 1e-6), population std; dr_grpo: r - mean; rloo: r - mean of the others",
+    )
+    clip_low: float = _key(0.2, "the ratio is clipped below at 1 - clip_low", ge=0, le=1)
+    clip_high: float = _key(0.2, "the ratio is clipped above at 1 + clip_high", ge=0)
+    kl_coef: float = _key(
+        0.0, "weight of the k3 KL against the reference, the model as first loaded; 0 = none", ge=0
+    )
+    aggregate: Literal["token", "sequence"] = _key(
+        "token",
+        "token: sum over the window's response tokens / their number; sequence: mean of responses' means",
+    )
+    importance_cap: float = _key(
+        0.0,
+        "> 0: old log-probabilities are recomputed by replay, and each token weighs min(old / sampler "
+        "probability, cap); 0 = off: old log-probabilities are the sampler's",
+        ge=0,
+    )
+
+
+# TOML has arrays only; under strict typing they do not become tuples by themselves.
+Pair = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+
+
+class OptimizerTable(Table):
+    """AdamW and its learning rate."""
+
+    lr: float = _key(1e-6, "learning rate after warm-up", gt=0)
+    betas: Pair = _key((0.9, 0.95), "decay rates of the two moments, each in [0, 1)")
+    eps: float = _key(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: float = _key(0.0, "decoupled weight decay", ge=0)
+    clip_grad: float = _key(1.0, "largest global gradient norm; 0 = no clipping", ge=0)
+    warmup_updates: int = _key(0, "updates of linear warm-up from 0; less than train.updates", ge=0)
+    decay: Literal["constant", "linear", "cosine"] = _key("constant", "from lr to min_lr at train.updates")
+    min_lr: float = _key(0.0, "learning rate at the end of the decay", ge=0)
+
+    @model_validator(mode="after")
+    def _ranges(self) -> OptimizerTable:
+        if any(not 0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas = {list(self.betas)}: each must be at least 0 and below 1")
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr = {self.min_lr:g} must not exceed optimizer.lr = {self.lr:g}")
+        return self
+
+
+class TrainTable(Table):
+    """The run. `train` resumes from the newest checkpoint in output if that folder holds the same run."""
+
+    updates: int = _key(20, "updates of the whole run, those before a resume included", ge=1)
+    groups_per_update: int = _key(1, "prompts per update over all dp ranks", ge=1)
+    minibatches: int = _key(1, "optimizer steps per update; must divide groups_per_update", ge=1)
+    save_every: int = _key(10, "updates between checkpoints; 0 = only at the end", ge=0)
+    output: str | None = _key(
+        None, "folder of the run: checkpoints, TensorBoard, metrics.jsonl", min_length=1
+    )
+    overwrite: bool = _key(False, "start anew and replace the run that output holds, instead of resuming it")
+    seed: int = _key(0, "seed of everything but the sampler", ge=0)
+    log_samples: int = _key(2, "sampled responses logged as text per update", ge=0)
+
+    @model_validator(mode="after")
+    def _minibatches_divide(self) -> TrainTable:
+        if self.groups_per_update % self.minibatches:
+            raise ValueError(
+                f"train.minibatches = {self.minibatches} must divide "
+                f"train.groups_per_update = {self.groups_per_update}"
+            )
+        return self
+
+
+class DataTable(Table):
+    """Prompts and their reward."""
+
+    prompts: str | None = _key(
+        None, 'JSONL file; a line has "prompt_ids", "prompt" or "messages"', min_length=1
+    )
+    reward: str = _key(
+        "megatron_lrl.rl.rewards:exact_match",
+        '"module:function", called as f(text, record) -> float',
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+    )
+    reward_args: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments for the reward function"
+    )
+    shuffle: bool = _key(True, "new order of the prompts in every epoch, from train.seed; false: file order")
+    system_prompt: str | None = _key(None, 'system message put before "messages" that have none')
+    chat_template_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="variables for the tokenizer's chat template, e.g. enable_thinking = false",
+    )
+
+
+class Config(Table):
+    """All settings of a run."""
+
+    model: ModelTable = Field(default_factory=ModelTable)
+    lastkv: LastKVTable = Field(default_factory=LastKVTable)
+    parallel: ParallelTable = Field(default_factory=ParallelTable)
+    prefix: PrefixTable = Field(default_factory=PrefixTable)
+    replay: ReplayTable = Field(default_factory=ReplayTable)
+    rollout: RolloutTable = Field(default_factory=RolloutTable)
+    loss: LossTable = Field(default_factory=LossTable)
+    optimizer: OptimizerTable = Field(default_factory=OptimizerTable)
+    train: TrainTable = Field(default_factory=TrainTable)
+    data: DataTable = Field(default_factory=DataTable)
+
+    @model_validator(mode="after")
+    def _across_tables(self) -> Config:
+        if self.model.hf is None and self.model.checkpoint is None:
+            raise ValueError("no model: set model.hf or model.checkpoint to a directory")
+        if self.optimizer.warmup_updates >= self.train.updates:
+            raise ValueError(
+                f"optimizer.warmup_updates = {self.optimizer.warmup_updates} must be less than "
+                f"train.updates = {self.train.updates}"
+            )
+        return self

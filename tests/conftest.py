@@ -1,0 +1,70 @@
+"""Skips with their reasons, session folders, and the measured numbers in pytest's closing summary."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
+
+NUMBERS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[NUMBERS] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what this machine cannot run as skipped; `-ra` prints the reasons."""
+    missing: dict[str, str] = {}
+    if any(item.get_closest_marker("gpu") for item in items) and not cuda():
+        missing["gpu"] = "no CUDA device on this machine"
+    if importlib.util.find_spec("transformer_engine") is None:
+        missing["te"] = "Transformer Engine is not installed"
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def cuda() -> bool:
+    """Whether a CUDA device is present."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
+    """`report(name, value)`: the closing summary lists the number under the test that measured it."""
+
+    def add(name: str, value: object) -> None:
+        text = f"{value:.3g}" if isinstance(value, float) else str(value)
+        request.config.stash[NUMBERS].append((request.node.nodeid, name, text))
+
+    return add
+
+
+@pytest.fixture(scope="session")
+def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all tests of the session share, e.g. for tiny models that are written once."""
+    return tmp_path_factory.mktemp("session")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    numbers = config.stash[NUMBERS]
+    if not numbers:
+        return
+    terminalreporter.section("measured")
+    width = max(len(name) for _, name, _ in numbers)
+    shown = ""
+    for test, name, text in numbers:
+        if test != shown:
+            terminalreporter.write_line(test)
+            shown = test
+        terminalreporter.write_line(f"    {name:<{width}}  {text}")

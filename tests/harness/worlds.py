@@ -1,0 +1,51 @@
+"""The parallel layouts that every numerical claim is shown in."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class World(NamedTuple):
+    """One layout: tensor, context, pipeline and data parallel sizes. Sequence parallelism is on whenever tp > 1."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def name(self) -> str:
+        """A pytest id, e.g. `tp2-cp2` (`one` for the single rank)."""
+        parts = [f"{axis}{n}" for axis, n in zip(self._fields, self, strict=True) if n > 1]
+        return "-".join(parts) or "one"
+
+    @property
+    def overrides(self) -> list[str]:
+        """The layout as `key=value` settings of the command line; dp follows from the world size."""
+        return [f"parallel.tp={self.tp}", f"parallel.cp={self.cp}", f"parallel.pp={self.pp}"]
+
+
+ONE = World()
+
+WORLDS = [
+    ONE,
+    World(tp=2),
+    World(cp=2),
+    World(pp=2),
+    World(dp=2),
+    World(tp=2, cp=2),
+    World(tp=2, pp=2),
+    World(cp=2, pp=2),
+    World(cp=2, dp=2),
+    World(tp=2, cp=2, pp=2),
+]
+
+
+def of_size(limit: int) -> list[World]:
+    """The worlds of at most `limit` ranks, in the order of `WORLDS`."""
+    return [world for world in WORLDS if world.size <= limit]

@@ -1,0 +1,1 @@
+"""Independent answers: nothing in this package imports megatron_lrl."""

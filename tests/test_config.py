@@ -1,0 +1,361 @@
+"""Claim: a config file and its overrides become exactly the settings written, or one message that names
+what is wrong.
+
+Why this shows it: every rule is exercised through `load_config` on real files, valid and invalid, and each
+message is searched for the dotted key, the place where it was set and a valid alternative. The layout rule
+is compared with Megatron's own arithmetic (world = tp cp pp dp) over generated layouts.
+It does not show: that a verb obeys a setting.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lrl.config import (
+    Config,
+    check_layout,
+    check_supported,
+    check_train,
+    check_world,
+    describe_settings,
+    differing_settings,
+    load_config,
+)
+from megatron_lrl.errors import UserError
+
+SIZES = {"num_heads": 8, "num_kv_heads": 4, "num_layers": 6, "ffn_hidden_size": 96}
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def _write(text: str) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return _write
+
+
+def refused(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_every_documented_key_is_read(write) -> None:
+    config = load_config(
+        write(
+            """
+            model = { hf = "DIR", dtype = "bfloat16", attention = "lastkv" }
+            lastkv = { chunk_size = 64, blend = false, gate_init = 0.25 }
+            parallel = { tp = 2, cp = 3, pp = 4, ep = 1 }
+            prefix = { contract = "truncated", chunk_size = 7, truncate_tokens = 11 }
+            replay = { concurrent = 2, logits_chunk = 5, check_poison = true }
+            rollout = { group_size = 3, max_new_tokens = 9, temperature = 0.5, top_p = 0.9, seed = 13 }
+            loss = { advantage = "rloo", clip_low = 0.1, clip_high = 0.3, kl_coef = 1, aggregate =
+            "sequence", importance_cap = 2 } [optimizer]
+            lr = 1e-5
+            betas = [0.8, 0.99]
+            eps = 1e-9
+            weight_decay = 0.1
+            clip_grad = 0.5
+            warmup_updates = 1
+            decay = "cosine"
+            min_lr = 1e-6
+            [train]
+            updates = 4
+            groups_per_update = 6
+            minibatches = 3
+            save_every = 0
+            output = "runs/a"
+            overwrite = true
+            seed = 17
+            log_samples = 0
+            [data]
+            prompts = "p.jsonl"
+            reward = "my.rewards:f"
+            reward_args = { field = "gold" }
+            shuffle = false
+            system_prompt = "Be brief."
+            chat_template_args = { enable_thinking = false }
+            """
+        )
+    )
+    assert config.model.model_dump() == {
+        "hf": "DIR",
+        "checkpoint": None,
+        "dtype": "bfloat16",
+        "attention": "lastkv",
+    }
+    assert config.lastkv.model_dump() == {"chunk_size": 64, "blend": False, "gate_init": 0.25}
+    assert config.parallel.model_dump() == {"tp": 2, "cp": 3, "pp": 4, "ep": 1, "sequence_parallel": True}
+    assert config.prefix.model_dump() == {"contract": "truncated", "chunk_size": 7, "truncate_tokens": 11}
+    assert config.replay.model_dump() == {"concurrent": 2, "logits_chunk": 5, "check_poison": True}
+    assert config.rollout.model_dump() == {
+        "group_size": 3,
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 13,
+    }
+    assert config.loss.model_dump() == {
+        "advantage": "rloo",
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "kl_coef": 1.0,
+        "aggregate": "sequence",
+        "importance_cap": 2.0,
+    }
+    assert config.optimizer.model_dump() == {
+        "lr": 1e-5,
+        "betas": (0.8, 0.99),
+        "eps": 1e-9,
+        "weight_decay": 0.1,
+        "clip_grad": 0.5,
+        "warmup_updates": 1,
+        "decay": "cosine",
+        "min_lr": 1e-6,
+    }
+    assert config.train.model_dump() == {
+        "updates": 4,
+        "groups_per_update": 6,
+        "minibatches": 3,
+        "save_every": 0,
+        "output": "runs/a",
+        "overwrite": True,
+        "seed": 17,
+        "log_samples": 0,
+    }
+    assert config.data.model_dump() == {
+        "prompts": "p.jsonl",
+        "reward": "my.rewards:f",
+        "reward_args": {"field": "gold"},
+        "shuffle": False,
+        "system_prompt": "Be brief.",
+        "chat_template_args": {"enable_thinking": False},
+    }
+
+
+def test_defaults_are_those_of_the_design(write) -> None:
+    config = load_config(write('[model]\nhf = "DIR"\n'))
+    assert (config.model.dtype, config.model.attention) == ("float32", "full")
+    assert (config.lastkv.chunk_size, config.lastkv.blend, config.lastkv.gate_init) == (512, True, 0.1)
+    assert config.parallel.model_dump() == {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False}
+    assert config.prefix.model_dump() == {"contract": "exact", "chunk_size": 2048, "truncate_tokens": 8192}
+    assert (config.replay.concurrent, config.replay.logits_chunk) == (1, 1024)
+    assert config.rollout.model_dump() == {
+        "group_size": 8,
+        "max_new_tokens": 128,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": 0,
+    }
+    assert (config.loss.advantage, config.loss.aggregate, config.loss.kl_coef) == ("grpo", "token", 0.0)
+    assert (config.loss.clip_low, config.loss.clip_high, config.loss.importance_cap) == (0.2, 0.2, 0.0)
+    assert (config.train.updates, config.train.groups_per_update, config.train.save_every) == (20, 1, 10)
+    assert config.optimizer.lr == 1e-6
+
+
+def test_overrides_are_toml_and_the_last_one_wins(write) -> None:
+    path = write('[model]\nhf = "DIR"\n[train]\nupdates = 5\n')
+    config = load_config(
+        path,
+        [
+            "train.updates=6",
+            "train.updates = 7",
+            "train.output=runs/a=b",
+            'data.prompts="p.jsonl"',
+            "optimizer.betas=[0.5, 0.6]",
+            "data.reward_args.field=gold",
+            "data.reward_args.partial=0.25",
+            "parallel.tp=2",
+            "parallel.sequence_parallel=false",
+        ],
+    )
+    assert config.train.updates == 7
+    assert config.train.output == "runs/a=b"
+    assert config.data.prompts == "p.jsonl"
+    assert config.optimizer.betas == (0.5, 0.6)
+    assert config.data.reward_args == {"field": "gold", "partial": 0.25}
+    assert config.parallel.sequence_parallel is False
+
+
+def test_an_override_of_the_model_replaces_the_other_source(write) -> None:
+    path = write('[model]\nhf = "DIR"\n')
+    config = load_config(path, ["model.checkpoint=CKPT"])
+    assert (config.model.hf, config.model.checkpoint) == (None, "CKPT")
+    assert "set exactly one" in refused(path, "model.checkpoint=a", "model.hf=b")
+    assert "set exactly one" in refused(write('[model]\nhf = "a"\ncheckpoint = "b"\n'))
+    assert "set model.hf or model.checkpoint" in refused(write("[train]\nupdates = 2\n"))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.update=3", ["unknown key train.update", "did you mean train.updates?"]),
+        ("trian.updates=3", ["unknown key trian", "did you mean train?"]),
+        ("train.lr=3", ["unknown key train.lr", "did you mean optimizer.lr?"]),
+        ("train.zzz=3", ["unknown key train.zzz", "valid: updates, groups_per_update"]),
+        ("train.updates=x", ["train.updates", "integer >= 1", "'x' (str)"]),
+        ("train.updates=1.0", ["train.updates", "integer >= 1", "1.0 (float)"]),
+        ("train.updates=true", ["train.updates", "integer >= 1", "True (bool)"]),
+        ("train.updates=0", ["train.updates", "integer >= 1"]),
+        ("train.updates.x=1", ["train.updates", "integer"]),
+        ("train.overwrite=yes", ["train.overwrite", "true or false"]),
+        ("train.output=3", ["train.output", "string", "3 (int)"]),
+        ("train.output=", ["train.output", "non-empty string"]),
+        ("optimizer.lr=true", ["optimizer.lr", "number > 0"]),
+        ("optimizer.lr=nan", ["optimizer.lr", "number > 0", "nan"]),
+        ("optimizer.lr=inf", ["optimizer.lr", "number > 0", "inf"]),
+        ("optimizer.betas=[0.9]", ["optimizer.betas", "two numbers"]),
+        ('optimizer.betas=["a", 0.9]', ["optimizer.betas", "two numbers"]),
+        ("optimizer.betas=[1.0, 0.9]", ["optimizer.betas", "below 1"]),
+        ("optimizer.min_lr=1", ["optimizer.min_lr", "optimizer.lr"]),
+        ("optimizer.warmup_updates=20", ["optimizer.warmup_updates = 20", "train.updates = 20"]),
+        ("prefix.contract=fast", ["prefix.contract", '"response_only"', "'fast'"]),
+        ("model.dtype=float16", ["model.dtype", '"bfloat16"']),
+        ("loss.clip_low=1.5", ["loss.clip_low", ">= 0 and <= 1"]),
+        ("rollout.temperature=0", ["rollout.temperature", "number > 0"]),
+        ("rollout.top_p=0", ["rollout.top_p", "> 0 and <= 1"]),
+        ("parallel.sequence_parallel=true", ["parallel.sequence_parallel", "parallel.tp > 1"]),
+        ("train.minibatches=2", ["train.minibatches = 2", "train.groups_per_update = 1"]),
+        ("data.reward=exact_match", ["data.reward", '"module:function"']),
+        ("data.reward_args=3", ["data.reward_args", "table"]),
+        ("lastkv.gate_init=1", ["lastkv.gate_init", "> 0 and < 1"]),
+    ],
+)  # fmt: skip
+def test_bad_overrides_name_the_key_and_what_is_valid(write, override: str, expected: list[str]) -> None:
+    message = refused(write('[model]\nhf = "DIR"\n'), override)
+    assert all(part in message for part in [*expected, override]), message
+    assert len(message.splitlines()) == 1, message
+
+
+@pytest.mark.parametrize("override", ["train.updates", "updates=3", ".updates=3", "train.=3", "=3", ""])
+def test_what_is_not_an_override_is_refused(write, override: str) -> None:
+    assert "is not table.key=value" in refused(write('[model]\nhf = "DIR"\n'), override)
+
+
+def test_an_override_cannot_smuggle_in_another_key(write) -> None:
+    assert "train.updates" in refused(write('[model]\nhf = "DIR"\n'), "train.updates=3\nlr=1")
+
+
+def test_problems_in_a_file_name_the_file_and_all_keys(write, tmp_path: Path) -> None:
+    path = write('[model]\nhf = "DIR"\n[train]\nupdates = "3"\n[parallel]\ntp = 0\n')
+    message = refused(path)
+    assert len(message.splitlines()) == 2
+    assert all(f"{path}: {key} expects integer >= 1" in message for key in ("train.updates", "parallel.tp"))
+    assert f"{path}: train must be a table" in refused(write('train = 3\nmodel = { hf = "D" }\n'))
+    assert "not valid TOML" in refused(write("[model\n")) and "line 1" in refused(write("[model\n"))
+    assert "missing.toml cannot be read" in refused(tmp_path / "missing.toml")
+    assert "cannot be read" in refused(tmp_path)
+    path.write_bytes(b"\xff\xfe")
+    assert "not valid TOML" in refused(path)
+
+
+def test_settings_are_frozen(write) -> None:
+    config = load_config(write('[model]\nhf = "DIR"\n'))
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.updates = 3
+
+
+def test_help_shows_every_key_once_with_its_default() -> None:
+    text = describe_settings()
+    for table, field in Config.model_fields.items():
+        section = text.split(f"[{table}]", 1)[1].split("\n\n", 1)[0]
+        for key, setting in field.annotation.model_fields.items():
+            assert setting.description and setting.description in section
+            assert sum(line.split()[:1] == [key] for line in section.splitlines()) == 1, key
+    assert '(one of "grpo", "dr_grpo", "rloo"; default: "grpo")' in text
+    assert "(number > 0; default: 1e-06)" in text
+    assert "(true or false; default: true if tp > 1)" in text
+
+
+def test_what_this_version_cannot_run_is_refused_by_name(write) -> None:
+    path = write('[model]\nhf = "DIR"\n[prefix]\ncontract = "response_only"\n')
+    check_supported(load_config(path))
+    check_supported(load_config(path, ["prefix.contract=conventional"]))
+    overrides = ["model.attention=lastkv", "train.groups_per_update=2", "train.minibatches=2"]
+    with pytest.raises(UserError, match="not available in this version") as caught:
+        check_supported(load_config(path, overrides))
+    assert "lastkv" in str(caught.value) and "train.minibatches = 2" in str(caught.value)
+
+
+def test_training_needs_prompts_an_output_and_a_group(write) -> None:
+    path = write('[model]\nhf = "DIR"\n[train]\noutput = "runs/a"\n[data]\nprompts = "p.jsonl"\n')
+    check_train(load_config(path))
+    with pytest.raises(UserError, match=r"rollout\.group_size = 1.*at least 2"):
+        check_train(load_config(path, ["rollout.group_size=1"]))
+    bare = write('[model]\nhf = "DIR"\n')
+    with pytest.raises(UserError, match=r"data\.prompts"):
+        check_train(load_config(bare, ["train.output=a"]))
+    with pytest.raises(UserError, match=r"train\.output"):
+        check_train(load_config(bare, ["data.prompts=a"]))
+
+
+@given(tp=st.integers(1, 5), cp=st.integers(1, 3), pp=st.integers(1, 5), world=st.integers(1, 64))
+def test_layouts(tp: int, cp: int, pp: int, world: int) -> None:
+    config = Config.model_validate({"model": {"hf": "D"}, "parallel": {"tp": tp, "cp": cp, "pp": pp}})
+    # Found by enumeration, not by the divisibility rule under test.
+    dps = [dp for dp in range(1, world + 1) if tp * cp * pp * dp == world]
+    shards = tp in (1, 2, 4) and pp in (1, 2, 3)  # 8 heads, 4 KV heads, width 96; 6 layers
+    if dps and shards:
+        assert check_layout(config, world, **SIZES) == dps[0]
+    else:
+        with pytest.raises(UserError, match=r"parallel\."):
+            check_layout(config, world, **SIZES)
+    if dps:
+        assert check_world(config.parallel, world) == dps[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "experts", "expected"),
+    [
+        (
+            {"tp": 8},
+            8,
+            0,
+            "parallel.tp = 8 must divide the model's KV heads (4); valid with this model: 1, 2, 4",
+        ),
+        ({"tp": 3}, 3, 0, "parallel.tp = 3 must divide the model's attention heads (8)"),
+        ({"pp": 4}, 4, 0, "parallel.pp = 4 must divide the model's layers (6); valid: 1, 2, 3, 6"),
+        ({"cp": 2, "pp": 2}, 6, 0, "need a multiple of 4 ranks, but the world has 6"),
+        ({"ep": 2}, 2, 0, "the model is dense"),
+        ({"ep": 3}, 6, 8, "parallel.ep = 3 must divide the model's experts (8)"),
+        ({"ep": 4}, 2, 8, "the ranks of a pipeline stage (2); valid: 1, 2"),
+    ],
+)
+def test_layout_messages(parallel: dict[str, int], world: int, experts: int, expected: str) -> None:
+    config = Config.model_validate({"model": {"hf": "D"}, "parallel": parallel})
+    with pytest.raises(UserError) as caught:
+        check_layout(config, world, num_experts=experts, **SIZES)
+    assert expected in str(caught.value)
+
+
+def test_mlp_width_and_experts() -> None:
+    config = Config.model_validate({"model": {"hf": "D"}, "parallel": {"tp": 4, "ep": 2}})
+    assert check_layout(config, 8, num_experts=8, **SIZES) == 2
+    with pytest.raises(UserError, match=r"MLP width \(98\)"):
+        check_layout(config, 8, num_experts=8, **{**SIZES, "ffn_hidden_size": 98})
+
+
+def test_a_resumed_run_may_change_its_layout_but_not_its_objective(write) -> None:
+    path = write('[model]\nhf = "DIR"\n')
+    saved = json.loads(json.dumps(load_config(path).model_dump(mode="json")))
+    harmless = ["parallel.tp=2", "prefix.chunk_size=64", "replay.concurrent=4", "train.updates=30",
+                "train.output=elsewhere", "train.overwrite=true", "train.save_every=1"]  # fmt: skip
+    assert differing_settings(saved, load_config(path)) == []
+    assert differing_settings(saved, load_config(path, harmless)) == []
+    changed = [
+        "loss.kl_coef=0.1",
+        "model.hf=OTHER",
+        "optimizer.betas=[0.1, 0.2]",
+        "prefix.contract=truncated",
+    ]
+    assert differing_settings(saved, load_config(path, changed)) == [
+        "loss.kl_coef", "model.hf", "optimizer.betas", "prefix.contract",
+    ]  # fmt: skip
