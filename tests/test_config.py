@@ -57,8 +57,14 @@ def test_every_documented_key_is_read(write) -> None:
             prefix = { contract = "truncated", chunk_size = 7, truncate_tokens = 11 }
             replay = { concurrent = 2, logits_chunk = 5, check_poison = true }
             rollout = { group_size = 3, max_new_tokens = 9, temperature = 0.5, top_p = 0.9, seed = 13 }
-            loss = { advantage = "rloo", clip_low = 0.1, clip_high = 0.3, kl_coef = 1, aggregate =
-            "sequence", importance_cap = 2 } [optimizer]
+            [loss]
+            advantage = "rloo"
+            clip_low = 0.1
+            clip_high = 0.3
+            kl_coef = 1
+            aggregate = "sequence"
+            importance_cap = 2
+            [optimizer]
             lr = 1e-5
             betas = [0.8, 0.99]
             eps = 1e-9

@@ -67,11 +67,15 @@ class Op(ABC):
         Returns:
             A new contiguous tensor in the sources' dtype.
         """
-        found = [self._read(sources, piece) for piece in self.pieces(rank, size)]
-        dtype = next(part.dtype for part in found if part is not None)
+        pieces = self.pieces(rank, size)
+        found = [self._read(sources, piece) for piece in pieces]
+        # a rank may hold nothing but padding: one row tells the dtype
+        like = next((part for part in found if part is not None), None)
+        like = self._read(sources, Piece(0, 0, 1)) if like is None else like
+        assert like is not None
         parts = [
-            torch.zeros(self._shape(width, piece.length), dtype=dtype) if part is None else part
-            for part, piece in zip(found, self.pieces(rank, size), strict=True)
+            like.new_zeros(self._shape(width, piece.length)) if part is None else part
+            for part, piece in zip(found, pieces, strict=True)
         ]
         return torch.cat(parts, dim=self.axis).contiguous()
 

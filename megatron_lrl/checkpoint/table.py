@@ -153,8 +153,8 @@ def check_names(entries: Iterable[Entry], found: Iterable[str], arch: Architectu
     extra = present - expected - ({HF_HEAD} if arch.tied else set())
     if left_over := sorted(name for name in extra if not is_recomputed(name)):
         raise UserError(
-            f"{source}: {len(left_over)} tensor(s) that a {arch.family} model of this config.json does not have, "
-            f"first: {', '.join(left_over[:3])}"
+            f"{source}: {len(left_over)} tensor(s) left over that a {arch.family} model of this config.json "
+            f"does not have, first: {', '.join(left_over[:3])}"
         )
 
 

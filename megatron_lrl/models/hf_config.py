@@ -146,7 +146,8 @@ def architecture_from_dict(raw: Mapping[str, Any], source: str = "config.json") 
         num_kv_heads = _integer(raw, "num_key_value_heads", source, defaults["num_key_value_heads"])
     if num_heads % num_kv_heads:
         raise UserError(
-            f"{source}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
+            f"{source}: num_attention_heads = {num_heads} is not a multiple of "
+            f"num_key_value_heads = {num_kv_heads}"
         )
     if raw.get("head_dim", defaults.get("head_dim")) is not None:
         head_dim = _integer(raw, "head_dim", source, defaults.get("head_dim"))
@@ -203,8 +204,9 @@ def describe_rope(arch: Architecture) -> str:
     inv_freq, factor = rope.inv_freq()
     fields = "".join(f", {name}={value}" for name, value in sorted(rope.parameters.items()))
     return (
-        f"RoPE {rope.kind}: theta={rope.theta:g}{fields}, head_dim={rope.head_dim}, positions={rope.max_positions}, "
-        f"cos/sin factor={factor:.6g}, frequencies {float(inv_freq[0]):.6g} .. {float(inv_freq[-1]):.6g}"
+        f"RoPE {rope.kind}: theta={rope.theta:g}{fields}, head_dim={rope.head_dim}, "
+        f"positions={rope.max_positions}, cos/sin factor={factor:.6g}, "
+        f"frequencies {float(inv_freq[0]):.6g} .. {float(inv_freq[-1]):.6g}"
     )
 
 
@@ -258,8 +260,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
             # A field unknown here may scale logits, change masks, add modules; transformers' own class for
             # this family would not know it either. Null and false mean "off".
             raise UserError(
-                f"{source}: {key} = {value!r} is an unknown field and might change the computation; remove it if it "
-                "has no effect on this model"
+                f"{source}: {key} = {value!r} is an unknown field and might change the computation; "
+                "remove it if it has no effect on this model"
             )
 
 
@@ -288,8 +290,9 @@ def _refuse_sliding_window(
     )
     if enabled and not (isinstance(first_windowed, int) and first_windowed >= num_layers):
         raise UserError(
-            f"{source}: use_sliding_window = true with max_window_layers = {first_windowed!r} puts a sliding window on "
-            f"some of the {num_layers} layers, which is not supported; valid: use_sliding_window = false"
+            f"{source}: use_sliding_window = true with max_window_layers = {first_windowed!r} puts a sliding "
+            f"window on some of the {num_layers} layers, which is not supported; "
+            "valid: use_sliding_window = false"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.attention.layout import Piece, TokenLayout
-from megatron_lrl.attention.segment import Adjoint, Block, segment_attention
+from megatron_lrl.attention.segment import Block, segment_attention
 
 _GROWTH = 64
 """Smallest capacity, in tokens, of a block that grows by decoding."""
@@ -59,6 +59,7 @@ class KVLayer:
         self.shared = tuple(shared)
         self.own: list[_OwnBlock] = []
         self.reserve = reserve
+        self.newest: tuple[Tensor, Tensor] | None = None  # k_mhd, v_mhd of the last advance, if they are live
 
     def attend(
         self, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout, scale: float, cp_group: Any
@@ -71,16 +72,11 @@ class KVLayer:
     def blocks(self) -> list[Block]:
         return [*self.shared, *(block.view(shared=False) for block in self.own)]
 
-    def fork(self, adjoints: Sequence[Adjoint] | None = None) -> KVLayer:
-        """A layer whose branches all read this one's tokens; with ``adjoints`` their gradient accumulates there."""
-        if self.shared and any(block.branches > 1 for block in self.own):
+    def fork(self) -> KVLayer:
+        """A layer whose branches all read this one's tokens."""
+        if any(block.branches > 1 for block in self.own):
             raise ValueError("only a state of one branch can be forked")
-        frozen = [*self.shared, *(block.view(shared=True) for block in self.own)]
-        if adjoints is not None:
-            frozen = [
-                Block(b.k_bhtd, b.v_bhtd, True, 0, a) for b, a in zip(frozen, adjoints, strict=True)
-            ]
-        return KVLayer(frozen)
+        return KVLayer([*self.shared, *(block.view(shared=True) for block in self.own)])
 
     def tensors(self) -> Iterable[Tensor]:
         """Storage that this layer alone owns (what it forked from is counted where it was captured)."""
@@ -89,10 +85,11 @@ class KVLayer:
             yield block.v_bhtd
 
     def clear(self) -> None:
-        self.shared, self.own = (), []
+        self.shared, self.own, self.newest = (), [], None
 
     def _append(self, k_mhd: Tensor, v_mhd: Tensor, pieces: Iterable[Piece]) -> None:
         live = k_mhd.requires_grad or v_mhd.requires_grad
+        self.newest = (k_mhd, v_mhd) if live else None
         for piece in pieces:
             k_bhtd, v_bhtd = _piece(k_mhd, piece), _piece(v_mhd, piece)
             target = next((block for block in self.own if not live and block.fits(piece)), None)

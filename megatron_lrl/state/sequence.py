@@ -54,6 +54,20 @@ class SequenceState:
                 self._layers[number] = KVLayer(reserve=self._reserve)
         return self._layers[number]
 
+    def layers(self) -> Iterator[tuple[int, KVLayer]]:
+        """(number, state) of every layer that has processed tokens on this rank."""
+        self._check_readable()
+        yield from self._layers.items()
+
+    @classmethod
+    def over(
+        cls, parent: SequenceState, layers: dict[int, KVLayer], branches: int, position: int
+    ) -> SequenceState:
+        """``branches`` continuations of layer states that are views of ``parent``; they die with it."""
+        state = cls(branches, position)
+        state._parent, state._layers = parent, layers
+        return state
+
     def freeze(self) -> SequenceState:
         """No more growth; from now on only forks read it."""
         self._check_readable()

@@ -20,7 +20,12 @@ def total(world: World, cases: list[float]) -> dict[str, Any]:
         value = torch.tensor([case * (dist.get_rank() + 1)], dtype=torch.float64)
         dist.all_reduce(value)
         sums.append(value)
-    return {"rank": dist.get_rank(), "size": dist.get_world_size(), "name": world.name, "sums": torch.cat(sums)}
+    return {
+        "rank": dist.get_rank(),
+        "size": dist.get_world_size(),
+        "name": world.name,
+        "sums": torch.cat(sums),
+    }
 
 
 def misbehave(world: World, rank: int, how: str) -> None:

@@ -1,13 +1,14 @@
-"""The fork server: one process imports torch, transformers and Megatron-Core once and forks the ranks of every world.
+"""The fork server: one process imports torch and Megatron-Core once and forks the ranks of every world.
 
     test process --(a job per line on stdin)--> fork server --fork--> rank 0 .. n-1   (device "cpu")
                  <--(a verdict per line on stdout)--      \\--exec--> rank 0 .. n-1   (device "cuda")
 
-The server itself starts no thread, no process group and no CUDA context, which is what makes its forks safe; it checks
-the first of these before every fork. CUDA ranks are fresh interpreters, because a driver does not survive a fork.
+The server itself starts no thread, no process group and no CUDA context, which is what makes its forks
+safe; it checks the first of these before every fork. CUDA ranks are fresh interpreters, because a driver
+does not survive a fork.
 
-The server supervises what it started: a rank that fails takes the others with it after a short grace, a rank that does
-not finish in time is asked for its stack and killed, and all ranks die with the server.
+The server supervises what it started: a rank that fails takes the others with it after a short grace, a
+rank that does not finish in time is asked for its stack and killed, and all ranks die with the server.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ MEGATRON = [
 
 
 def preload() -> None:
-    """Imports what ranks need: Megatron-Core after the platform module, whose answers it binds, then the program itself.
+    """Imports what ranks need: Megatron-Core after the platform module, then the program itself.
 
-    A module that fails to import is left to the ranks that need it, where the error has its place in a traceback.
+    A module that fails to import is left to the ranks that need it, where the error has its place in a
+    traceback.
     """
     for name in PRELOADED:
         importlib.import_module(name)
@@ -74,7 +76,7 @@ def preload() -> None:
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends; elsewhere a lost parent shows as a closed pipe."""
+    """Asks Linux to kill this process when its parent ends; elsewhere a closed pipe tells."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
 
@@ -166,7 +168,12 @@ def supervise(job: dict[str, Any], master: int) -> dict[str, Any]:
             exits[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             os.close(pipe)
     killed = sorted(rank for rank, _ in alive.values())
-    return {"exits": [exits[r] for r in range(job["size"])], "failed": failed, "killed": killed, "timed_out": timed_out}
+    return {
+        "exits": [exits[r] for r in range(job["size"])],
+        "failed": failed,
+        "killed": killed,
+        "timed_out": timed_out,
+    }
 
 
 def serve() -> None:

@@ -1,7 +1,8 @@
 """What one rank of a world does: import the target, call it, store its result or its traceback.
 
-A job folder holds `job.json` (target, world), `kwargs.pt`, and for every rank r: `rank{r}.log` (its output),
-then `rank{r}.pt` (its result) or `rank{r}.error` (its traceback). Run as a program: `python -m harness.rank FOLDER RANK`.
+A job folder holds `job.json` (target, world), `kwargs.pt`, and for every rank r: `rank{r}.log` (its
+output), then `rank{r}.pt` (its result) or `rank{r}.error` (its traceback). Run as a program:
+`python -m harness.rank FOLDER RANK`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 
 
 def run_rank(folder: Path, rank: int) -> int:
-    """Runs the folder's job as `rank` and returns the exit code. The environment already names rank, world and port."""
+    """Runs the folder's job as `rank`, with torchrun's variables set, and returns the exit code."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a hanging rank where it stands
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # how a hanging rank shows where it stands
     try:
         import torch
 
@@ -44,7 +45,7 @@ def run_rank(folder: Path, rank: int) -> int:
 
 
 def leave_together() -> None:
-    """Keeps rank 0's store alive until all ranks are done. A peer that failed has its own traceback, so errors are dropped."""
+    """Keeps rank 0's store alive until all are done; errors are dropped, a failed peer has its traceback."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

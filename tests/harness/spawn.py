@@ -1,11 +1,12 @@
 """`run_world`: call one function on every rank of a world, get its results, never hang.
 
-    results = run_world(World(tp=2), "attention.ranks:merge_cases", cases=[...])    # results[r] is rank r's return value
+    results = run_world(World(tp=2), "attention.ranks:merge_cases", cases=[...])    # one value a rank
 
-The function is named, not passed: it lives in an importable module below tests/ that every rank imports for itself. It
-receives the `World` and the keyword arguments, and sets up the process group (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
-`MASTER_ADDR`, `MASTER_PORT` are set as torchrun sets them). Arguments and results are plain Python values and tensors.
-Hand a function a list of cases: a world costs about as much as setting up its process groups.
+The function is named, not passed: it lives in an importable module below tests/ that every rank imports for
+itself. It receives the `World` and the keyword arguments, and sets up the process group (`RANK`,
+`WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` are set as torchrun sets them). Arguments and
+results are plain Python values and tensors. Hand a function a list of cases: a world costs about as much as
+setting up its process groups.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ LOG_TAIL = 4000
 
 
 class RankFailure(Exception):
-    """A world did not finish. `rank` failed first (or hung); the message holds its traceback or stack and its last output."""
+    """A world did not finish. `rank` failed first (or hung); the message holds its traceback or stack and
+    its last output.
+    """
 
     def __init__(self, message: str, rank: int | None, timed_out: bool) -> None:
         super().__init__(message)
@@ -51,7 +54,7 @@ class ForkServer:
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",  # CPU worlds stay on the CPU everywhere; CUDA ranks get their own setting
+            "CUDA_VISIBLE_DEVICES": "",  # CPU worlds stay on the CPU; CUDA ranks have their own
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -81,7 +84,14 @@ class ForkServer:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job).encode() + b"\n")
         self.process.stdin.flush()
-        verdict = self.answer(job["timeout_s"] + 60.0)
+        try:
+            verdict = self.answer(job["timeout_s"] + 60.0)
+        except (
+            BaseException
+        ):  # an interrupted test (Ctrl-C, a test's own timeout) must not leave a verdict to the next
+            self.process.kill()
+            self.process.wait()
+            raise
         if "error" in verdict:
             raise RuntimeError(f"the fork server could not run the job: {verdict['error']}")
         return verdict
@@ -125,7 +135,8 @@ def run_world(
         The ranks' return values, in order of rank.
 
     Raises:
-        RankFailure: a rank raised, left without a result, was killed, or did not finish in time. The other ranks are ended.
+        RankFailure: a rank raised, left without a result, was killed, or did not finish in time. The other
+            ranks are ended.
     """
     from harness.worlds import World
 
@@ -147,9 +158,17 @@ def run_world(
     if device == "cuda":
         visible = [str(i) for i in range(torch.cuda.device_count())]
         if len(visible) < world.size:
-            raise ValueError(f"{world.name} needs {world.size} CUDA devices, this machine shows {len(visible)}")
+            raise ValueError(
+                f"{world.name} needs {world.size} CUDA devices, this machine shows {len(visible)}"
+            )
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(visible)
-    job = {"folder": str(folder), "size": world.size, "device": device, "timeout_s": timeout_s, "env": environment}
+    job = {
+        "folder": str(folder),
+        "size": world.size,
+        "device": device,
+        "timeout_s": timeout_s,
+        "env": environment,
+    }
     verdict = host.run(job)
     results = [folder / f"rank{rank}.pt" for rank in range(world.size)]
     if any(verdict["exits"]) or verdict["timed_out"] or not all(path.exists() for path in results):
@@ -160,7 +179,7 @@ def run_world(
 
 
 def failure(world: Any, target: str, folder: Path, verdict: dict[str, Any], timeout_s: float) -> RankFailure:
-    """The exception for a world that did not finish: first the culprit's traceback, then the others' in short."""
+    """The exception for a world that did not finish, the culprit's traceback first."""
     title = f"{target} in world {world.name}"
     if verdict["timed_out"]:
         lines = [f"{title}: ranks {verdict['killed']} did not finish in {timeout_s:g} s and were killed"]
@@ -168,7 +187,7 @@ def failure(world: Any, target: str, folder: Path, verdict: dict[str, Any], time
             lines.append(f"--- rank {rank} stood here ---\n{tail(folder / f'rank{rank}.log')}")
         return RankFailure("\n".join(lines), verdict["killed"][0], True)
     rank = verdict["failed"][0] if verdict["failed"] else None
-    lines = [f"{title}: rank {rank} failed first, with exit code {verdict['exits'][rank]}" if rank is not None else title]
+    lines = [title if rank is None else f"{title}: rank {rank} failed first, exit {verdict['exits'][rank]}"]
     for failed in verdict["failed"]:
         error = folder / f"rank{failed}.error"
         shown = tail(error) if error.exists() else "it left no traceback"

@@ -1,14 +1,16 @@
-"""Claim: a world gives every rank's result, or an error that names the guilty rank; it never hangs and leaves no process.
+"""Claim: a world gives every rank's result or an error naming the guilty rank, and leaves no process behind.
 
-Why the tests show it: ranks add numbers over gloo, so a result proves that the group was really formed with the size and
-the ranks it claims; failures are provoked on a rank other than 0 while the rest wait inside a collective, which is where a
-naive harness hangs; after a timeout the ranks' own process ids are looked up.
-Not shown: nccl worlds beyond the `gpu` test, machines without fork, a fork server killed between two jobs by the system.
+Why the tests show it: ranks add numbers over gloo, so a result proves that the group was really formed with
+the size and the ranks it claims; failures are provoked on a rank other than 0 while the rest wait inside a
+collective, which is where a naive harness hangs; after a timeout the ranks' own process ids are looked up.
+Not shown: nccl worlds beyond the `gpu` test, machines without fork, a fork server killed between two jobs
+by the system.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -73,6 +75,34 @@ def test_the_server_outlives_failures() -> None:
         run_world(World(), "harness.cases:misbehave", rank=0, how="raise")
     assert server() is first
     assert run_world(World(), "harness.cases:threads") == [1]
+
+
+def test_an_interrupted_test_does_not_hand_its_verdict_to_the_next(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise TimeoutError("interrupted")
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    first = server()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 4.0)
+        with pytest.raises(TimeoutError):
+            run_world(World(cp=2), "harness.cases:process_ids", rank=1, path=str(tmp_path / "id"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+    assert run_world(World(), "harness.cases:threads") == [1]
+    assert server() is not first
+    ids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(ids) == 2
+    assert not [pid for pid in ids if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie that nobody has collected yet."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_start_up_is_paid_once(report) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class World(NamedTuple):
-    """One layout: tensor, context, pipeline and data parallel sizes. Sequence parallelism is on whenever tp > 1."""
+    """Tensor, context, pipeline and data parallel sizes. Sequence parallelism is on whenever tp > 1."""
 
     tp: int = 1
     cp: int = 1

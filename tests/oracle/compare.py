@@ -27,15 +27,18 @@ class Comparison:
     def require(self, rel_l2: float, worst: float, title: str = "") -> Comparison:
         """Raises AssertionError with every distance unless both bars hold; NaN fails. Returns itself."""
         if not (self.rel_l2 <= rel_l2 and self.worst_rel_l2 <= worst):
-            raise AssertionError(f"{title}: bars are relative L2 {rel_l2:g}, worst tensor {worst:g}; measured {self}")
+            raise AssertionError(
+                f"{title}: bars are relative L2 {rel_l2:g}, worst tensor {worst:g}; measured {self}"
+            )
         return self
 
 
 def compare_tensors(ours: Mapping[str, torch.Tensor], oracle: Mapping[str, torch.Tensor]) -> Comparison:
     """Compares two sets with exactly the same names and shapes; AssertionError names what differs.
 
-    A tensor's relative L2 is its difference's norm over the oracle tensor's norm. An oracle tensor smaller than 1e-6 of
-    the oracle's whole norm (a query gradient where a token sees only itself is zero) is measured against that floor.
+    A tensor's relative L2 is its difference's norm over the oracle tensor's norm. An oracle tensor smaller
+    than 1e-6 of the oracle's whole norm (a query gradient where a token sees only itself is zero) is
+    measured against that floor.
     """
     if set(ours) != set(oracle):
         missing, extra = sorted(set(oracle) - set(ours)), sorted(set(ours) - set(oracle))
@@ -44,7 +47,9 @@ def compare_tensors(ours: Mapping[str, torch.Tensor], oracle: Mapping[str, torch
     norms: dict[str, tuple[float, float]] = {}
     for name in sorted(oracle):
         if ours[name].shape != oracle[name].shape:
-            raise AssertionError(f"{name}: shape {tuple(ours[name].shape)}, oracle {tuple(oracle[name].shape)}")
+            raise AssertionError(
+                f"{name}: shape {tuple(ours[name].shape)}, oracle {tuple(oracle[name].shape)}"
+            )
         a, b = ours[name].detach().double().flatten(), oracle[name].detach().double().flatten()
         difference = a - b
         dot += float(a @ b)
@@ -65,7 +70,7 @@ def compare_tensors(ours: Mapping[str, torch.Tensor], oracle: Mapping[str, torch
 
 
 def max_difference(ours: object, oracle: object) -> float:
-    """The largest absolute difference of two equally nested lists of numbers; AssertionError where the nesting differs."""
+    """The largest absolute difference of two equally nested lists of numbers."""
     if isinstance(oracle, (list, tuple)):
         if not isinstance(ours, (list, tuple)) or len(ours) != len(oracle):
             raise AssertionError(f"nesting differs: {ours!r} against {oracle!r}")

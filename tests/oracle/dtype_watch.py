@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class FloatWatch(TorchDispatchMode):
-    """Counts operations by name whose results are floating point of another dtype than `expected`; backward included.
+    """Counts, by name, operations with a floating-point result of another dtype than `expected`.
 
-    with FloatWatch(torch.float64) as watch:
-        loss(...).backward()
-    assert not watch.strangers, watch.strangers
+    The backward pass is seen too: after `with FloatWatch(torch.float64) as watch: loss().backward()` an fp64
+    path has an empty `watch.strangers` and a positive `watch.seen`.
     """
 
     def __init__(self, expected: torch.dtype) -> None:
@@ -26,7 +25,11 @@ class FloatWatch(TorchDispatchMode):
         self.strangers: Counter[str] = Counter()
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):

@@ -1,7 +1,7 @@
 """The fp32 oracle: transformers' own model classes with plain autograd, one response at a time.
 
     conventional    prompt + response[:-1] in one forward, the full graph
-    response_only   prompt[:-1] into a cache under no_grad; prompt[-1:] + response[:-1] against it, with the graph
+    response_only   prompt[:-1] into a cache under no_grad, then prompt[-1:] + response[:-1] with the graph
 
 Each runs anew for every response; nothing is shared, so nothing can leak from one branch to another.
 """
@@ -14,9 +14,12 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging
 
 from oracle.objective import Objective, advantages, response_loss, token_weight
 from oracle.trajectories import Group
+
+logging.disable_progress_bar()
 
 Reference = Sequence[Sequence[Sequence[float]]]
 
@@ -73,7 +76,7 @@ def window_grad(
     logprobs: Callable[[PreTrainedModel, Sequence[int], Sequence[int], float], torch.Tensor],
     reference: Reference | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The gradient of the window loss by Hugging Face parameter name, fp32. A tied lm_head counts under the embedding."""
+    """The fp32 gradient of the window loss by parameter name; a tied lm_head counts under the embedding."""
     model = load(hf_dir)
     for number, group in enumerate(groups):
         for branch, (response, advantage) in enumerate(
@@ -85,7 +88,8 @@ def window_grad(
             old_R = response.get("logprobs")
             response_loss(logprobs_R, advantage, weight, objective, old_R, reference_R).backward()
     return {
-        name: torch.zeros_like(p) if p.grad is None else copy.deepcopy(p.grad) for name, p in model.named_parameters()
+        name: torch.zeros_like(p) if p.grad is None else copy.deepcopy(p.grad)
+        for name, p in model.named_parameters()
     }
 
 

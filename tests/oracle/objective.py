@@ -1,4 +1,4 @@
-"""The window's objective, written out for one response at a time: advantages, weights, clipped surrogate, k3 KL."""
+"""The window's objective, one response at a time: advantages, weights, clipped surrogate, k3 KL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Objective:
 
 
 def advantages(group: Group, kind: str) -> list[float]:
-    """One advantage a response: recorded ones where all responses have them, else computed from the rewards."""
+    """One advantage a response: the recorded ones if all responses have them, else from the rewards."""
     recorded = [response.get("advantage") for response in group["responses"]]
     if all(value is not None for value in recorded):
         return recorded
@@ -60,8 +60,9 @@ def response_loss(
 ) -> torch.Tensor:
     """One response's part of the window loss, a scalar in the dtype of `logprobs_R`.
 
-    `Σ_t weight · (−min(ρ_t A, clip(ρ_t, 1 − low, 1 + high) A) + kl_coef · (e^d − d − 1))`, with ρ_t = exp(logprob − old)
-    and d = reference − logprob. Without old log-probabilities the current ones, held constant, stand in: ρ = 1.
+    `Σ_t weight · (−min(ρ_t A, clip(ρ_t, 1 − low, 1 + high) A) + kl_coef · (e^d − d − 1))`, with
+    ρ_t = exp(logprob − old) and d = reference − logprob. Without old log-probabilities the current ones,
+    held constant, stand in: ρ = 1.
     """
     old = logprobs_R.detach() if old_R is None else torch.tensor(old_R, dtype=logprobs_R.dtype)
     ratio = torch.exp(logprobs_R - old)

@@ -1,10 +1,12 @@
 """A plain fp64 transformer for llama, qwen2 and qwen3, from the Hugging Face files alone.
 
-transformers computes norms, softmax and RoPE in fp32 whatever the model's dtype, so it cannot judge an fp64 path. This
-one is fp64 throughout: weights are widened on load, RoPE frequencies and angles are computed in fp64. It is written to be read
-against the papers (RMSNorm 1910.07467, RoPE 2104.09864, GQA 2305.13245, YaRN 2309.00071), one sequence, no batch.
+transformers computes norms, softmax and RoPE in fp32 whatever the model's dtype, so it cannot judge an fp64
+path. This one is fp64 throughout: weights are widened on load, RoPE frequencies and angles are computed in
+fp64. It is written to be read against the papers (RMSNorm 1910.07467, RoPE 2104.09864, GQA 2305.13245, YaRN
+2309.00071), one sequence, no batch.
 
-Shapes: S new tokens, T all tokens so far, H hidden, N query heads, G key-value heads, D head width, V vocabulary.
+Shapes: S new tokens, T all tokens so far, H hidden, N query heads, G key-value heads, D head width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from oracle.objective import Objective, advantages, response_loss, token_weight
 from oracle.trajectories import Group
 
 Weights = Mapping[str, torch.Tensor]
-KeysValues = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys after norm and RoPE, values; [T, G, D] each
+# per layer: keys after norm and RoPE, and values; [T, G, D] each
+KeysValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class PlainModel:
@@ -36,14 +39,14 @@ class PlainModel:
         self.weights: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118: safe_open is not a mapping
+                for name in tensors.keys():  # noqa: SIM118
                     self.weights[name] = tensors.get_tensor(name).double().requires_grad_()
         heads = self.config["num_attention_heads"]
         self.head_dim: int = self.config.get("head_dim") or self.config["hidden_size"] // heads
         self.inv_freq, self.rope_scale = rope_frequencies(self.config["rope_parameters"], self.head_dim)
 
     def forward(self, ids: Sequence[int], past: KeysValues | None = None) -> tuple[torch.Tensor, KeysValues]:
-        """Logits [S, V] of the tokens and the keys and values of all tokens so far. `past` is read, never changed."""
+        """Logits [S, V], and the keys and values of all tokens so far. `past` is read, never changed."""
         w, eps = self.weights, self.config["rms_norm_eps"]
         start = past[0][0].shape[0] if past else 0
         cos_SD, sin_SD = self.rotation(start, len(ids))
@@ -131,7 +134,7 @@ def attend(q_SND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, start:
 
 
 def rope_frequencies(parameters: Mapping[str, Any], dim: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [dim / 2] in fp64 and the factor on cos and sin, for default, linear, llama3 and yarn."""
+    """Inverse frequencies [dim / 2] in fp64, and the factor on cos and sin."""
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("the three families rotate whole heads")
     kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
@@ -151,7 +154,7 @@ def rope_frequencies(parameters: Mapping[str, Any], dim: int) -> tuple[torch.Ten
 
 
 def llama3_frequency(frequency: float, parameters: Mapping[str, Any]) -> float:
-    """Short waves stay, long waves are stretched by `factor`, those between are blended by how often they turn."""
+    """Short waves stay, long ones are stretched by `factor`, those between are blended."""
     turns = parameters["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     keep = min(1.0, max(0.0, (turns - low) / (high - low)))
@@ -161,7 +164,7 @@ def llama3_frequency(frequency: float, parameters: Mapping[str, Any]) -> float:
 def yarn_frequencies(
     plain: Sequence[float], theta: float, dim: int, parameters: Mapping[str, Any]
 ) -> tuple[list[float], float]:
-    """YaRN's ramp between kept and interpolated frequencies, and its factor 0.1 ln(factor) + 1 on cos and sin."""
+    """YaRN's ramp between kept and interpolated frequencies, and its factor on cos and sin."""
     factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
 
     def index_of(turns: float) -> float:
@@ -177,7 +180,9 @@ def yarn_frequencies(
     scale = parameters.get("attention_factor")
     if scale is None:
         mscale, over_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        scale = yarn_scale(factor, mscale) / yarn_scale(factor, over_all) if mscale and over_all else yarn_scale(factor)
+        scale = yarn_scale(factor)
+        if mscale and over_all:
+            scale = yarn_scale(factor, mscale) / yarn_scale(factor, over_all)
     return frequencies, float(scale)
 
 
@@ -191,7 +196,8 @@ def score(hf_dir: Path | str, groups: Sequence[Group], temperature: float = 1.0)
     model = PlainModel(hf_dir)
     with torch.no_grad():
         return [
-            [model.logprobs(g["prompt_ids"], r["ids"], temperature).tolist() for r in g["responses"]] for g in groups
+            [model.logprobs(g["prompt_ids"], r["ids"], temperature).tolist() for r in g["responses"]]
+            for g in groups
         ]
 
 
@@ -202,14 +208,16 @@ def grad(
     detach_prefix: bool = False,
     reference: Sequence[Sequence[Sequence[float]]] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The fp64 gradient of the window loss by Hugging Face name; `detach_prefix` gives the `response_only` contract."""
+    """The fp64 gradient of the window loss by parameter name; `detach_prefix` makes it `response_only`."""
     objective = objective or Objective()
     model = PlainModel(hf_dir)
     for number, group in enumerate(groups):
         for branch, (response, advantage) in enumerate(
             zip(group["responses"], advantages(group, objective.advantage), strict=True)
         ):
-            logprobs_R = model.logprobs(group["prompt_ids"], response["ids"], objective.temperature, detach_prefix)
+            logprobs_R = model.logprobs(
+                group["prompt_ids"], response["ids"], objective.temperature, detach_prefix
+            )
             weight = token_weight(groups, len(response["ids"]), objective.aggregate)
             reference_R = None if reference is None else reference[number][branch]
             old_R = response.get("logprobs")

@@ -1,9 +1,10 @@
 """Claim: the oracles are right, so agreement with them means something.
 
-Why the tests show it: two implementations that share only the objective (transformers in fp32, the plain one in fp64) agree to
-fp32 rounding for every family and option, under both gradient contracts; the plain one's gradient agrees with fourth-order
-finite differences of its own loss to 1e-8; no operation of it yields anything but fp64, and the watch that says so does
-find transformers' hidden fp32; the objective is checked against numbers worked out by hand.
+Why the tests show it: two implementations that share only the objective (transformers in fp32, the plain
+one in fp64) agree to fp32 rounding for every family and option, under both gradient contracts; the plain
+one's gradient agrees with fourth-order finite differences of its own loss to 1e-8; no operation of it
+yields anything but fp64, and the watch that says so does find transformers' hidden fp32; the objective is
+checked against numbers worked out by hand.
 Not shown: models larger than a few thousand parameters, sequences near a model's last position.
 """
 
@@ -37,7 +38,9 @@ def test_transformers_and_the_plain_model_agree(hf_dir: Path, window: str, repor
     groups = trajectories.window(3, shape=WINDOWS[window])
     distance = max_difference(hf_oracle.score(hf_dir, groups, 0.8), plain_fp64.score(hf_dir, groups, 0.8))
     assert distance <= 2e-5
-    conventional = compare_tensors(hf_oracle.grad_conventional(hf_dir, groups), plain_fp64.grad(hf_dir, groups))
+    conventional = compare_tensors(
+        hf_oracle.grad_conventional(hf_dir, groups), plain_fp64.grad(hf_dir, groups)
+    )
     response_only = compare_tensors(
         hf_oracle.grad_response_only(hf_dir, groups), plain_fp64.grad(hf_dir, groups, detach_prefix=True)
     )
@@ -70,10 +73,8 @@ def test_they_agree_under_every_setting_of_the_objective(session_dir: Path, sett
 
 
 @pytest.mark.parametrize("detach_prefix", [False, True], ids=["conventional", "response_only"])
-def test_the_plain_gradient_is_the_slope_of_the_plain_loss(
-    hf_dir: Path, detach_prefix: bool, report
-) -> None:
-    """Along a random direction, by the five-point rule with step 1e-3: its error is of order step⁴ and eps/step."""
+def test_the_plain_gradient_is_the_slope_of_the_plain_loss(hf_dir: Path, detach_prefix: bool, report) -> None:
+    """Along a random direction, by the five-point rule: its error is of order step⁴ and eps/step."""
     objective = Objective(kl_coef=0.2)
     plain = trajectories.window(11, shape=((11, (4, 1)), (1, (3, 6))))
     scores = plain_fp64.score(hf_dir, plain)
@@ -101,10 +102,14 @@ def test_the_plain_gradient_is_the_slope_of_the_plain_loss(
                 for branch, (response, advantage) in enumerate(
                     zip(group["responses"], advantages(group, "grpo"), strict=True)
                 ):
-                    logprobs_R = model.logprobs(group["prompt_ids"], response["ids"], prefix_state=held[number])
+                    logprobs_R = model.logprobs(
+                        group["prompt_ids"], response["ids"], prefix_state=held[number]
+                    )
                     weight = token_weight(groups, len(response["ids"]), "token")
                     old_R, reference_R = response["logprobs"], scores[number][branch]
-                    total += float(response_loss(logprobs_R, advantage, weight, objective, old_R, reference_R))
+                    total += float(
+                        response_loss(logprobs_R, advantage, weight, objective, old_R, reference_R)
+                    )
             return total
 
         h = 1e-3
@@ -133,17 +138,23 @@ def test_the_watch_finds_the_fp32_inside_transformers(session_dir: Path) -> None
 def test_the_contracts_agree_only_without_a_prefix(session_dir: Path, report) -> None:
     hf_dir = write_case(session_dir / "hf", "qwen3")
     bare = trajectories.window(3, shape=((1, (3, 1, 8)),))
-    same = compare_tensors(hf_oracle.grad_response_only(hf_dir, bare), hf_oracle.grad_conventional(hf_dir, bare))
+    same = compare_tensors(
+        hf_oracle.grad_response_only(hf_dir, bare), hf_oracle.grad_conventional(hf_dir, bare)
+    )
     same.require(rel_l2=5e-6, worst=5e-5)
     groups = trajectories.window(3)
-    apart = compare_tensors(hf_oracle.grad_response_only(hf_dir, groups), hf_oracle.grad_conventional(hf_dir, groups))
+    apart = compare_tensors(
+        hf_oracle.grad_response_only(hf_dir, groups), hf_oracle.grad_conventional(hf_dir, groups)
+    )
     report("response_only against conventional", apart)
     assert apart.cosine < 0.95 and apart.rel_l2 > 0.3  # the tiny models can tell the contracts apart
 
 
 @pytest.mark.parametrize("kind", ROPE_KINDS)
 def test_rope_frequencies_are_those_of_transformers(kind: str) -> None:
-    config = FAMILIES["qwen3"][0](head_dim=16, max_position_embeddings=1024, rope_parameters=dict(ROPE_KINDS[kind]))
+    config = FAMILIES["qwen3"][0](
+        head_dim=16, max_position_embeddings=1024, rope_parameters=dict(ROPE_KINDS[kind])
+    )
     ours, scale = plain_fp64.rope_frequencies(ROPE_KINDS[kind], 16)
     plain, _ = plain_fp64.rope_frequencies(ROPE_KINDS["default"], 16)
     if kind == "default":
@@ -177,11 +188,15 @@ def test_a_sharded_directory_holds_the_same_model(session_dir: Path, tmp_path: P
     sharded = make_hf_dir(tmp_path / "sharded", "llama", 7, max_shard_size="20KB")
     assert len(list(sharded.glob("model-*.safetensors"))) > 2
     assert (sharded / "model.safetensors.index.json").exists()
-    assert plain_fp64.score(sharded, groups) == plain_fp64.score(write_case(session_dir / "hf", "llama"), groups)
+    assert plain_fp64.score(sharded, groups) == plain_fp64.score(
+        write_case(session_dir / "hf", "llama"), groups
+    )
 
 
 def test_advantages_and_weights_by_hand() -> None:
-    group = {"responses": [{"ids": [0] * n, "reward": r} for n, r in ((1, 1.0), (3, 0.0), (4, 0.0), (2, 1.0))]}
+    group = {
+        "responses": [{"ids": [0] * n, "reward": r} for n, r in ((1, 1.0), (3, 0.0), (4, 0.0), (2, 1.0))]
+    }
     assert advantages(group, "grpo") == pytest.approx([1, -1, -1, 1], abs=3e-6)
     assert advantages(group, "dr_grpo") == pytest.approx([0.5, -0.5, -0.5, 0.5])
     assert advantages(group, "rloo") == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
@@ -190,7 +205,7 @@ def test_advantages_and_weights_by_hand() -> None:
 
 
 def test_the_surrogate_by_hand() -> None:
-    """Per token: ratio 1, 1.5 (clipped for A > 0), 0.5 (clipped for A < 0); the slope of a live token is −ρ A weight."""
+    """Ratios 1, 1.5 (clipped for A > 0), 0.5 (clipped for A < 0); a live token's slope is −ρ A weight."""
     objective = Objective(clip_low=0.2, clip_high=0.3)
     old = [-1.0, -2.0, -3.0]
     for advantage, loss, slopes in (
@@ -201,12 +216,14 @@ def test_the_surrogate_by_hand() -> None:
         current.requires_grad_()
         value = response_loss(current, advantage, 0.5, objective, old)
         value.backward()
-        assert float(value) == pytest.approx(0.5 * loss)
+        assert value.item() == pytest.approx(0.5 * loss)
+        assert current.grad is not None
         assert current.grad.tolist() == pytest.approx([0.5 * slope for slope in slopes])
     current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     value = response_loss(current, 0.0, 1.0, Objective(kl_coef=2.0), None, [-1.0 + math.log(3.0)])
     value.backward()
-    assert float(value) == pytest.approx(2.0 * (3.0 - math.log(3.0) - 1.0))
+    assert value.item() == pytest.approx(2.0 * (3.0 - math.log(3.0) - 1.0))
+    assert current.grad is not None
     assert current.grad.tolist() == pytest.approx([2.0 * (1.0 - 3.0)])
 
 

@@ -1,7 +1,7 @@
 """Tiny random models of each family, written by transformers itself.
 
-Weights are drawn so that a wrong one shows: attention scores and logits have a spread near 1 to 2, norms and biases are
-random (a fresh model has ones and zeros there, which hides a missing or swapped tensor).
+Weights are drawn so that a wrong one shows: attention scores and logits have a spread near 1 to 2, norms
+and biases are random (a fresh model has ones and zeros there, which hides a missing or swapped tensor).
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging
+
+logging.disable_progress_bar()
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -49,8 +52,8 @@ ROPE_KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
-# The cases every checkpoint, score and gradient claim is shown for: id -> (family, variation). Each family once plain, and
-# every option of the three families somewhere.
+# The cases every checkpoint, score and gradient claim is shown for: id -> (family, variation).
+# Each family tied and untied, and every RoPE kind somewhere.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-llama3": ("llama", {"tied": True, "rope": "llama3"}),
@@ -80,9 +83,10 @@ def make_hf_dir(
     max_shard_size: str = "5GB",
     **fields: Any,
 ) -> Path:
-    """Writes a random model of `family` ("llama", "qwen2", "qwen3") as a Hugging Face directory and returns its path.
+    """Writes a random model of `family` as a Hugging Face directory and returns its path.
 
     Args:
+        family: "llama", "qwen2" or "qwen3".
         seed: draws every weight.
         tied: whether the output layer is the embedding (then `lm_head.weight` is not on disk).
         rope: a name in `ROPE_KINDS`, or transformers' `rope_parameters`.
@@ -131,7 +135,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
-                parameter.copy_(0.4 * noise)  # logits of normalised hidden states: spread 0.4 * sqrt(hidden), about 2
+                parameter.copy_(0.4 * noise)  # logits then spread by 0.4 * sqrt(hidden), about 2
             else:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)
 

@@ -1,6 +1,7 @@
 """Awkward windows: groups of recorded responses in the program's trajectory format.
 
-A group is the JSON record itself: `{"id", "prompt_ids", "responses": [{"ids", "reward", "logprobs"?, "advantage"?}]}`.
+A group is the JSON record itself:
+`{"id", "prompt_ids", "responses": [{"ids", "reward", "logprobs"?, "advantage"?}]}`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def window(
     return groups
 
 
-def with_logprobs(groups: Sequence[Group], logprobs: Sequence[Sequence[Sequence[float]]], shift: float, seed: int) -> list[Group]:
-    """The groups with old log-probabilities: the given ones moved by up to ±`shift`, so that some ratios are clipped.
+def with_logprobs(
+    groups: Sequence[Group], logprobs: Sequence[Sequence[Sequence[float]]], shift: float, seed: int
+) -> list[Group]:
+    """The groups with old log-probabilities: the given ones moved by up to ±`shift`, so that some clip.
 
     Args:
         logprobs: by group and response, as `hf_oracle.score` returns them.

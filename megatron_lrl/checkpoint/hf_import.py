@@ -1,0 +1,170 @@
+"""Hugging Face directory -> model parameters, or -> a Megatron distributed checkpoint."""
+
+from __future__ import annotations
+
+from functools import reduce
+from pathlib import Path
+
+import torch
+
+from megatron_lrl.checkpoint import publish
+from megatron_lrl.checkpoint.binding import bind
+from megatron_lrl.checkpoint.manifest import (
+    Manifest,
+    check_same_model,
+    read_manifest,
+    write_manifest,
+)
+from megatron_lrl.checkpoint.ops import Op
+from megatron_lrl.checkpoint.safetensors_io import DTYPES, SafetensorsReader
+from megatron_lrl.checkpoint.table import (
+    HF_EMBEDDING,
+    HF_HEAD,
+    Entry,
+    check_names,
+    conversion_table,
+    is_recomputed,
+)
+from megatron_lrl.checkpoint.weights import load_weights, save_weights
+from megatron_lrl.errors import UserError
+from megatron_lrl.models.build import build_model, check_layout
+from megatron_lrl.models.hf_config import Architecture, describe_rope, read_architecture
+from megatron_lrl.runtime import DTYPES as RUN_DTYPES
+from megatron_lrl.runtime import Runtime
+
+_COMPARED_ROWS = 4096  # rows of embedding and head held at once while comparing them
+
+
+def load_hf_weights(model: torch.nn.Module, arch: Architecture, hf_dir: str | Path, runtime: Runtime) -> None:
+    """Fill this rank's parameters from a Hugging Face directory, reading only the slices it holds.
+
+    Collective over the world: a failure on one rank is raised on all. Values are cast to the parameters'
+    dtype.
+
+    Raises:
+        UserError: missing, damaged, left-over, wrongly shaped or wrongly typed tensor; a stored head of a
+        tied model that
+            differs from the embedding.
+    """
+    with runtime.together(SafetensorsReader, hf_dir) as reader:
+        runtime.together(check_sources, reader, arch, compare_tied_head=runtime.is_main)
+        runtime.together(_fill, model, arch, reader, runtime)
+
+
+def load_checkpoint_weights(
+    model: torch.nn.Module, arch: Architecture, ckpt_dir: str | Path, runtime: Runtime
+) -> Manifest:
+    """Fill this rank's parameters from a checkpoint that `import` or `train` wrote in any layout; collective.
+
+    Raises:
+        UserError: no checkpoint there, damaged, or of another model.
+    """
+    manifest = runtime.together(read_manifest, ckpt_dir)
+    runtime.together(check_same_model, arch, manifest, ckpt_dir)
+    load_weights(model, ckpt_dir, runtime)
+    return manifest
+
+
+def import_checkpoint(hf_dir: str | Path, ckpt_dir: str | Path, runtime: Runtime) -> Architecture:
+    """Convert a Hugging Face directory to a Megatron distributed checkpoint that loads in any layout;
+    collective.
+
+    Weights are stored in the narrowest parameter dtype that holds every source tensor exactly, so `export`
+    gives the same bits back. The directory appears only when it is complete.
+
+    Raises:
+        UserError: as `load_hf_weights`; a target that exists or is not writable; a layout that does not fit
+        the model.
+    """
+    hf_dir, ckpt_dir = Path(hf_dir), Path(ckpt_dir)
+    arch = runtime.together(read_architecture, hf_dir)
+    runtime.together(check_layout, arch, runtime.layout)
+    manifest = runtime.together(_inspect, hf_dir, arch)
+    runtime.together(lambda: publish.prepare(ckpt_dir) if runtime.is_main else None)
+    try:
+        if runtime.is_main:
+            print(describe_rope(arch), flush=True)
+        model = build_model(arch, runtime, RUN_DTYPES[manifest.dtype])
+        load_hf_weights(model, arch, hf_dir, runtime)
+        partial = publish.incomplete_path(ckpt_dir)
+        save_weights(model, partial, runtime)
+        runtime.together(lambda: write_manifest(partial, manifest, hf_dir) if runtime.is_main else None)
+        runtime.together(lambda: publish.publish(ckpt_dir) if runtime.is_main else None)
+    finally:
+        if runtime.is_main:
+            publish.discard(ckpt_dir)
+    return arch
+
+
+def check_sources(reader: SafetensorsReader, arch: Architecture, compare_tied_head: bool = True) -> None:
+    """Names, shapes and dtypes of all tensors against the conversion table; raises UserError naming file
+    and tensor."""
+    entries = conversion_table(arch)
+    check_names(entries, (record.name for record in reader.layout.tensors), arch, str(reader.directory))
+    for entry in entries:
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+            _check_tensor(reader, name, shape)
+    if arch.tied and HF_HEAD in reader:
+        _check_tensor(reader, HF_HEAD, torch.Size((arch.vocab_size, arch.hidden_size)))
+        if compare_tied_head:
+            _compare_tied_head(reader, arch.vocab_size)
+
+
+def source_dtype(reader: SafetensorsReader) -> str:
+    """The narrowest parameter dtype (a key of `runtime.DTYPES`) that holds every source tensor exactly."""
+    records = [r for r in reader.layout.tensors if not is_recomputed(r.name)]
+    wide = reduce(torch.promote_types, (DTYPES[record.dtype] for record in records))
+    if wide == torch.float16:  # models do not compute in float16
+        wide = torch.float32
+    return next(name for name, dtype in RUN_DTYPES.items() if dtype == wide)
+
+
+def _inspect(hf_dir: Path, arch: Architecture) -> Manifest:
+    with SafetensorsReader(hf_dir) as reader:
+        check_sources(reader, arch, compare_tied_head=False)
+        recomputed = [record.name for record in reader.layout.tensors if is_recomputed(record.name)]
+        return Manifest.of(arch, source_dtype(reader), reader.layout.without(recomputed))
+
+
+def _check_tensor(reader: SafetensorsReader, name: str, shape: torch.Size) -> None:
+    record = reader.record(name)
+    if record.dtype not in DTYPES:
+        raise UserError(
+            f"{reader.path(name)}: tensor {name} has dtype {record.dtype}; valid: {', '.join(DTYPES)}"
+        )
+    if record.shape != tuple(shape):
+        raise UserError(
+            f"{reader.path(name)}: tensor {name} has shape {list(record.shape)}; "
+            f"config.json asks for {list(shape)}"
+        )
+
+
+def _compare_tied_head(reader: SafetensorsReader, vocab: int) -> None:
+    embedding, head = reader.tensor(HF_EMBEDDING), reader.tensor(HF_HEAD)
+    if reader.record(HF_EMBEDDING).dtype == reader.record(HF_HEAD).dtype:
+        chunks = (slice(i, min(i + _COMPARED_ROWS, vocab)) for i in range(0, vocab, _COMPARED_ROWS))
+        if all(torch.equal(embedding[(rows,)], head[(rows,)]) for rows in chunks):
+            return
+    raise UserError(
+        f"{reader.path(HF_HEAD)}: tensor {HF_HEAD} differs from {HF_EMBEDDING}, but config.json says "
+        "tie_word_embeddings = true"
+    )
+
+
+@torch.no_grad()
+def _fill(model: torch.nn.Module, arch: Architecture, reader: SafetensorsReader, runtime: Runtime) -> None:
+    binding = bind(model, arch)
+    rank, size = runtime.tp_rank, runtime.layout.tp
+    for entry, parameter in binding.pairs:
+        _copy(parameter, entry, reader, rank, size)
+    if binding.tied_head is not None:
+        embedding = next(entry for entry in binding.entries if entry.hf_names == (HF_EMBEDDING,))
+        _copy(binding.tied_head, embedding, reader, rank, size)
+
+
+def _copy(parameter: torch.Tensor, entry: Entry, reader: SafetensorsReader, rank: int, size: int) -> None:
+    op: Op = entry.op
+    shard = op.to_shard([reader.tensor(name) for name in entry.hf_names], rank, size, entry.width)
+    if shard.shape != parameter.shape:
+        raise ValueError(f"{entry.name}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}")
+    parameter.copy_(shard)

@@ -1,0 +1,102 @@
+"""What a Megatron checkpoint says about the Hugging Face model it came from.
+
+A checkpoint directory holds, beside Megatron's own files, `megatron_lrl.json` (this manifest) and `hf/`
+(config.json, tokenizer and the other carried files). Together they let `export` write the same files again,
+and let a load refuse the weights of another model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_lrl.checkpoint.publish import carry_files
+from megatron_lrl.checkpoint.safetensors_io import FileLayout
+from megatron_lrl.errors import UserError
+from megatron_lrl.models.hf_config import Architecture, read_architecture
+
+FORMAT_VERSION = 1
+MANIFEST_FILE = "megatron_lrl.json"
+HF_FOLDER = "hf"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Attributes:
+    fingerprint: `Architecture.fingerprint()` of the model.
+    architecture: `Architecture.to_dict()`, for people and for messages that name a differing field.
+    dtype: parameter dtype of the stored weights (a key of `runtime.DTYPES`).
+    layout: names, files, dtypes and shapes of the source's tensors.
+    """
+
+    fingerprint: str
+    architecture: dict[str, Any]
+    dtype: str
+    layout: FileLayout
+
+    @classmethod
+    def of(cls, arch: Architecture, dtype: str, layout: FileLayout) -> Manifest:
+        """The manifest of a model just read."""
+        return cls(arch.fingerprint(), arch.to_dict(), dtype, layout)
+
+
+def write_manifest(directory: Path, manifest: Manifest, carried_from: Path) -> None:
+    """Write the manifest into a checkpoint directory and copy the carried files of `carried_from` to its
+    `hf/`."""
+    carry_files(carried_from, directory / HF_FOLDER)
+    content = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": manifest.fingerprint,
+        "architecture": manifest.architecture,
+        "dtype": manifest.dtype,
+        "source": manifest.layout.to_dict(),
+    }
+    partial = directory / f"{MANIFEST_FILE}.incomplete"
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, directory / MANIFEST_FILE)
+
+
+def read_manifest(ckpt_dir: str | Path) -> Manifest:
+    """Raises UserError: no checkpoint there, one of another format version, or a damaged manifest."""
+    path = Path(ckpt_dir) / MANIFEST_FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; expected a checkpoint written by `import` or `train`")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["format_version"]
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path}: format_version = {version!r}; this version reads {FORMAT_VERSION}")
+        return Manifest(
+            fingerprint=str(content["fingerprint"]),
+            architecture=dict(content["architecture"]),
+            dtype=str(content["dtype"]),
+            layout=FileLayout.from_dict(content["source"]),
+        )
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged manifest: {error}") from error
+
+
+def read_checkpoint_architecture(ckpt_dir: str | Path) -> tuple[Architecture, Manifest]:
+    """The model of a checkpoint. Raises UserError if its config.json was changed after the import."""
+    manifest = read_manifest(ckpt_dir)
+    arch = read_architecture(Path(ckpt_dir) / HF_FOLDER)
+    check_same_model(arch, manifest, ckpt_dir)
+    return arch, manifest
+
+
+def check_same_model(arch: Architecture, manifest: Manifest, ckpt_dir: str | Path) -> None:
+    """Raise UserError naming the first fields that differ when the checkpoint holds another model than
+    `arch`."""
+    if manifest.fingerprint == arch.fingerprint():
+        return
+    stored, wanted = manifest.architecture, arch.to_dict()
+    differing = [
+        f"{key} is {stored.get(key)!r} there and {wanted[key]!r} here"
+        for key in wanted
+        if stored.get(key) != wanted[key]
+    ]
+    told = "; ".join(differing[:3]) or "its fingerprint differs"
+    raise UserError(f"{ckpt_dir}: the checkpoint of another model: {told}")

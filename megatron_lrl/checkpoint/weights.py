@@ -1,0 +1,65 @@
+"""Model weights in Megatron-Core's distributed checkpoint format (`dist_checkpointing`), any layout to any
+other."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lrl import platform_cpu
+from megatron_lrl.checkpoint.binding import unwrap
+from megatron_lrl.errors import UserError
+from megatron_lrl.runtime import Runtime
+
+platform_cpu.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+# torch's own derives from BaseException; it gathers what went wrong on any rank and is raised on all
+_UNREADABLE = (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError)
+
+
+def weights_state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """Sharded state dict of the parameters, with Megatron-Core's own keys.
+
+    Extra states are left out: they are empty in the dtypes we train in, and they exist under Transformer
+    Engine only, which would tie a checkpoint to the modules that wrote it.
+    """
+    state = unwrap(model).sharded_state_dict()
+    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+
+
+def save_weights(model: torch.nn.Module, directory: Path, runtime: Runtime) -> None:
+    """Write the weights of all ranks into an existing directory; collective."""
+    runtime.barrier()
+    dist_checkpointing.save({"model": weights_state_dict(model)}, str(directory))
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, ckpt_dir: str | Path, runtime: Runtime) -> None:
+    """Read this rank's shards; collective. Values are cast to the parameters' dtype.
+
+    Raises:
+        UserError: the directory is not a distributed checkpoint, or lacks tensors of the model.
+    """
+
+    def read() -> None:
+        state = weights_state_dict(model)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's, about its own argument order
+                loaded = dist_checkpointing.load({"model": state}, str(ckpt_dir))
+        except _UNREADABLE as error:
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise UserError(f"{ckpt_dir}: cannot be read as a distributed checkpoint: {reason[0]}") from error
+        result = unwrap(model).load_state_dict(loaded["model"], strict=False)
+        left = [k for k in (*result.missing_keys, *result.unexpected_keys) if not k.endswith("_extra_state")]
+        if left:
+            raise UserError(f"{ckpt_dir}: tensors missing or left over: {', '.join(left[:3])}")
+
+    runtime.together(read)

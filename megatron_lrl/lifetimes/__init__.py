@@ -1,0 +1,1 @@
+"""Run > UpdateWindow > PromptGroup > Replay: four nested lifetimes, each a context manager."""

@@ -1,0 +1,52 @@
+"""What a resident prefix is a prefix of. Using it under any other identity is an error that names the difference."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+import numpy as np
+
+
+class IdentityMismatch(RuntimeError):
+    """A resident prefix was asked to serve another model, prompt or layout than the one it was captured for."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that determines the bytes of a resident prefix."""
+
+    model_version: int  # bumped by every optimizer step and every load
+    adapter_version: int
+    model: str  # fingerprint of the architecture
+    tokens: str  # hash over the prefix's token ids, never over text
+    start: int  # absolute position of the first token
+    count: int  # tokens fed
+    attention: str  # kind, with the LastKV boundaries if there are any
+    rope: str
+    precision: str
+    routing: str
+    layout: str
+
+    def require(self, expected: Identity) -> None:
+        """Raise `IdentityMismatch` naming each field that differs from ``expected``."""
+        differing = [
+            f"{field.name}: resident {getattr(self, field.name)!r}, needed {getattr(expected, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(expected, field.name)
+        ]
+        if differing:
+            raise IdentityMismatch("resident prefix does not match: " + "; ".join(differing))
+
+    def at_version(self, version: int) -> Identity:
+        """The same prefix under another model version."""
+        return replace(self, model_version=version)
+
+    def to_dict(self) -> dict[str, str | int]:
+        return asdict(self)
+
+
+def hash_tokens(ids: Sequence[int]) -> str:
+    """sha256 over the ids as little-endian int64."""
+    return hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).hexdigest()

@@ -1,0 +1,130 @@
+"""UpdateWindow: gradient accumulation at one model version, closed by one optimizer step.
+
+Lifecycle: OPEN (groups may be captured and sampled) -> FIXED (branches and normaliser are known) -> REPLAYED (every
+branch counted once) -> CLOSED (stepped or abandoned; every prefix captured in it is dead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from torch import Tensor
+
+from megatron_lrl.lifetimes.contributions import BranchKey, Contributions
+from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss
+
+if TYPE_CHECKING:
+    from megatron_lrl.lifetimes.run import Run, StepResult
+
+
+class WindowPhase(Enum):
+    OPEN = "open"
+    FIXED = "fixed"
+    REPLAYED = "replayed"
+    CLOSED = "closed"
+
+
+class UpdateWindow:
+    """Context manager: enter clears the gradient buffers; exit frees every prefix captured inside."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.version = run, run.version
+        self.phase = WindowPhase.OPEN
+        self.contributions: Contributions | None = None
+        self._groups = ExitStack()
+
+    def __enter__(self) -> UpdateWindow:
+        self.run.ledger.start_window()
+        self.run.zero_grad()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            # Nothing of a failed window may leak into the next one.
+            self.run.zero_grad()
+        self.close()
+
+    def prompt_group(
+        self, name: str, prompt_ids: Sequence[int], contract: str | None = None, model: Any = None, quiet: bool = True
+    ) -> PromptGroup:
+        """A prompt's group, to be entered with ``with``; it never outlives the window. Default contract: the config's."""
+        self._require(WindowPhase.OPEN, WindowPhase.FIXED)
+        contract = contract or self.run.config.prefix.contract
+        group = PromptGroup(self.run, name, prompt_ids, contract, model, quiet)
+        self._groups.callback(group.close)
+        return group
+
+    def fix(self, branches: Iterable[BranchKey]) -> None:
+        """Name this rank's branches. From here on every loss term carries its final weight.
+
+        Raises `ContributionError` if a branch is listed twice.
+        """
+        self._require(WindowPhase.OPEN)
+        self.contributions = Contributions(branches)
+        self.phase = WindowPhase.FIXED
+
+    def replay(
+        self, group: PromptGroup, batches: Sequence[Sequence[Branch]], losses: Sequence[TokenLoss]
+    ) -> list[dict[str, Tensor]]:
+        """Add the gradient of a group's branches, count them, and sweep the prefix. Returns metric sums.
+
+        All branches of the group that belong to this rank's window must be given in one call.
+        """
+        self._require(WindowPhase.FIXED)
+        assert self.contributions is not None
+        keys = [branch.key for batch in batches for branch in batch]
+        self.contributions.check(keys)
+        metrics = Replay(group).gradient(batches, losses)
+        group.sweep()
+        self.contributions.count(keys)
+        return metrics
+
+    def restart(self) -> None:
+        """Drop the accumulated gradient and start over from the recorded branches."""
+        self._require(WindowPhase.FIXED, WindowPhase.REPLAYED)
+        assert self.contributions is not None
+        self.run.zero_grad()
+        self.contributions.restart()
+        self.phase = WindowPhase.FIXED
+
+    def reduce(self) -> None:
+        """Sum gradients over ranks, once. Raises on all ranks if any branch of any rank is missing."""
+        self._require(WindowPhase.FIXED)
+        assert self.contributions is not None
+        self.run.runtime.together(self.contributions.require_complete)
+        finalize_model_grads([self.run.model], None)
+        self.phase = WindowPhase.REPLAYED
+
+    def step(self) -> StepResult:
+        """One optimizer step with the reduced gradient; bumps the model version and closes the window.
+
+        Raises FloatingPointError on all ranks, before any parameter changes, if a gradient is not finite.
+        """
+        self._require(WindowPhase.REPLAYED)
+        finite = torch.tensor(float(self.run.gradients_finite()), device=self.run.runtime.device)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not finite:
+            raise FloatingPointError("the window's gradient is not finite; no parameter was changed")
+        result = self.run.step()
+        self.close()
+        return result
+
+    def close(self) -> None:
+        """Free every prefix captured in this window."""
+        self._groups.close()
+        self.phase = WindowPhase.CLOSED
+
+    def _require(self, *phases: WindowPhase) -> None:
+        if self.phase not in phases:
+            valid = " or ".join(phase.value for phase in phases)
+            raise RuntimeError(f"the update window is {self.phase.value}, this needs it {valid}")

@@ -1,0 +1,169 @@
+"""Log-probabilities of the policy, vocabulary-parallel, a few rows at a time.
+
+[R, vocab] logits never exist at once: rows are taken in chunks, forward and backward, and the backward computes each
+chunk's logits again. Policy log-probabilities are ``log softmax(logits / temperature)`` over the true vocabulary; the
+rows that pad the vocabulary to a multiple of tp have no probability.
+
+Legend: m slots of this rank, n selected rows, H hidden size, V vocabulary, v = this tp rank's rows of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+
+def all_rows(hidden_smh: Tensor, model: Any) -> Tensor:
+    """Final hidden states [m (/ tp), 1, H] -> [m, H] on every tp rank, with the matching gradient reduction."""
+    config, group = model.config, model.pg_collection.tp
+    if config.sequence_parallel:
+        hidden_smh = gather_from_sequence_parallel_region(
+            hidden_smh, tensor_parallel_output_grad=True, group=group
+        )
+    elif group.size() > 1:
+        hidden_smh = copy_to_tensor_model_parallel_region(hidden_smh, group=group)
+    return hidden_smh.squeeze(1)
+
+
+def output_weight(model: Any) -> Tensor:
+    """[v, H]: this tp rank's rows of the output projection (the embedding's, if tied)."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def local_logits(hidden_nH: Tensor, weight_vH: Tensor, vocab_size: int, tp_rank: int, temperature: float) -> Tensor:
+    """[n, v] logits / temperature in the accumulation dtype; columns beyond the true vocabulary are -inf."""
+    wide = torch.float64 if weight_vH.dtype == torch.float64 else torch.float32
+    logits_nv = (hidden_nH @ weight_vH.t()).to(wide)
+    if temperature != 1.0:
+        logits_nv = logits_nv / temperature
+    valid = vocab_size - tp_rank * weight_vH.shape[0]
+    if valid < weight_vH.shape[0]:
+        logits_nv[:, max(0, valid) :] = float("-inf")
+    return logits_nv
+
+
+def gather_logits(logits_nv: Tensor, vocab_size: int, tp_group: Any) -> Tensor:
+    """[n, v] of each tp rank -> [n, V] on all of them (for sampling: n is the number of branches)."""
+    if tp_group.size() == 1:
+        return logits_nv[:, :vocab_size]
+    parts = logits_nv.new_empty((tp_group.size(), *logits_nv.shape))
+    dist.all_gather_into_tensor(parts, logits_nv.contiguous(), group=tp_group)
+    return parts.transpose(0, 1).reshape(logits_nv.shape[0], -1)[:, :vocab_size]
+
+
+def policy_logprobs(
+    hidden_nH: Tensor,
+    weight_vH: Tensor,
+    target_n: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    tp_group: Any,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each row's distribution.
+
+    Args:
+        hidden_nH: rows whose next token is scored; weight_vH: this tp rank's output rows.
+        target_n: int64 token ids in [0, V).
+        chunk: rows whose logits exist at once.
+
+    Returns: logprob_n (differentiable) and entropy_n (a measurement, no gradient), float32 (float64 for float64).
+    """
+    return _PolicyLogprobs.apply(hidden_nH, weight_vH, target_n, vocab_size, temperature, tp_group, chunk)
+
+
+class _PolicyLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_nH, weight_vH, target_n, vocab_size, temperature, tp_group, chunk):
+        tp_rank = tp_group.rank()
+        first = tp_rank * weight_vH.shape[0]
+        logprobs, entropies, normalisers = [], [], []
+        for hidden, target in zip(hidden_nH.split(chunk), target_n.split(chunk), strict=True):
+            logits = local_logits(hidden, weight_vH, vocab_size, tp_rank, temperature)
+            top = logits.amax(-1)
+            _reduce(top, dist.ReduceOp.MAX, tp_group)
+            p = (logits - top.unsqueeze(-1)).exp_()
+            mine = (target >= first) & (target < first + weight_vH.shape[0])
+            index = (target - first).clamp(0, weight_vH.shape[0] - 1).unsqueeze(-1)
+            chosen = torch.where(mine, logits.gather(-1, index).squeeze(-1), 0)
+            weighted = (p * logits.masked_fill_(logits == float("-inf"), 0)).sum(-1)
+            sums = torch.stack([p.sum(-1), weighted, chosen])
+            _reduce(sums, dist.ReduceOp.SUM, tp_group)
+            lse = sums[0].log() + top
+            logprobs.append(sums[2] - lse)
+            entropies.append(lse - sums[1] / sums[0])
+            normalisers.append(lse)
+        wide = torch.float64 if weight_vH.dtype == torch.float64 else torch.float32
+        empty = hidden_nH.new_empty(0, dtype=wide)
+        logprob_n, entropy_n, lse_n = (
+            torch.cat(parts) if parts else empty for parts in (logprobs, entropies, normalisers)
+        )
+        ctx.save_for_backward(hidden_nH, weight_vH, target_n, lse_n)
+        ctx.settings = (vocab_size, temperature, tp_rank, chunk)
+        ctx.mark_non_differentiable(entropy_n)
+        return logprob_n, entropy_n
+
+    @staticmethod
+    def backward(ctx, dlogprob_n, _entropy):
+        hidden_nH, weight_vH, target_n, lse_n = ctx.saved_tensors
+        vocab_size, temperature, tp_rank, chunk = ctx.settings
+        first, wide = tp_rank * weight_vH.shape[0], lse_n.dtype
+        dhidden_nH = torch.empty_like(hidden_nH)
+        dweight_vH = None
+        for start in range(0, hidden_nH.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            hidden, target = hidden_nH[rows], target_n[rows]
+            logits = local_logits(hidden, weight_vH, vocab_size, tp_rank, temperature)
+            scale = (dlogprob_n[rows] / temperature).unsqueeze(-1)
+            dlogits = logits.sub_(lse_n[rows].unsqueeze(-1)).exp_().mul_(-scale)
+            mine = (target >= first) & (target < first + weight_vH.shape[0])
+            index = (target - first).clamp(0, weight_vH.shape[0] - 1).unsqueeze(-1)
+            dlogits.scatter_add_(-1, index, scale * mine.unsqueeze(-1))
+            dlogits = dlogits.to(weight_vH.dtype)
+            dhidden_nH[rows] = dlogits @ weight_vH
+            part = dlogits.t() @ hidden
+            dweight_vH = part if dweight_vH is None else dweight_vH.to(wide).add_(part)
+        if dweight_vH is None:
+            dweight_vH = torch.zeros_like(weight_vH)
+        return dhidden_nH, dweight_vH.to(weight_vH.dtype), None, None, None, None, None
+
+
+def _reduce(x: Tensor, op: Any, group: Any) -> None:
+    if group.size() > 1:
+        dist.all_reduce(x, op=op, group=group)
+
+
+class LogprobHead:
+    """`advance` head: log-probabilities and entropies of the rows that have a target.
+
+    ``targets_m``: for each of this rank's slots the id it should predict, or -1. The result is [2, n] for the n slots
+    with a target, in slot order: row 0 differentiable log-probabilities, row 1 entropies.
+    """
+
+    def __init__(self, targets_m: Tensor, temperature: float, chunk: int) -> None:
+        self.targets_m, self.temperature, self.chunk = targets_m, temperature, chunk
+
+    def __call__(self, hidden_smh: Tensor, layout: Any, model: Any) -> Tensor:
+        rows = (self.targets_m >= 0).nonzero().squeeze(-1)
+        # Rows are selected even when there are none, so that every rank takes part in the backward's collectives.
+        hidden_nH = all_rows(hidden_smh, model).index_select(0, rows)
+        logprob_n, entropy_n = policy_logprobs(
+            hidden_nH,
+            output_weight(model),
+            self.targets_m.index_select(0, rows),
+            vocab_size=model.arch.vocab_size,
+            temperature=self.temperature,
+            tp_group=model.pg_collection.tp,
+            chunk=self.chunk,
+        )
+        return torch.stack([logprob_n, entropy_n])

@@ -1,0 +1,1 @@
+"""Prompts, rewards, advantages and losses; see README.md."""
