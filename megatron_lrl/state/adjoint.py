@@ -9,7 +9,7 @@ Legend: b = 1 branch, h KV heads, t tokens of this rank, d head dim; m slots of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,11 @@ class AdjointState:
         """The state as it was when this rank had ``tokens`` tokens and the next one stood at ``position``."""
         return self._view(tokens, 1, position)
 
-    def rows(self, number: int, first: int, count: int, like_mhd: Sequence[Tensor]) -> list[Tensor]:
+    def rows(
+        self, number: int, first: int, count: int, like_mhd: Sequence[Tensor], device: torch.device
+    ) -> list[Tensor]:
         """A layer's adjoints of this rank's ``count`` tokens from ``first`` on, padded with zeros to [m, h, d]."""
-        out = [torch.zeros_like(x) for x in like_mhd]
+        out = [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in like_mhd]
         if count:
             adjoint = self._buffers[number]
             low = first - self.constant
@@ -82,16 +84,20 @@ class AdjointState:
 
 
 class _AddAdjoint(torch.autograd.Function):
-    """Identity on its first argument; in the backward each further tensor receives its adjoint as gradient."""
+    """Identity on its first argument; in the backward each further tensor receives its adjoint as gradient.
+
+    The adjoints are read in the backward, not before: a pipeline stage runs the forward of an older chunk while the
+    newer one's backward, which adds to the older one's adjoint, is still to come.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, adjoints: tuple[Tensor, ...], *tensors: Tensor) -> Tensor:
-        ctx.adjoints = adjoints
+    def forward(ctx: Any, output: Tensor, read: Callable[[], list[Tensor]], *tensors: Tensor) -> Tensor:
+        ctx.read = read
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, doutput: Tensor) -> tuple[Tensor | None, ...]:
-        return (doutput, None, *ctx.adjoints)
+        return (doutput, None, *ctx.read())
 
 
 def add_adjoint(
@@ -104,9 +110,15 @@ def add_adjoint(
     backward's collectives.
     """
     tensors: list[Tensor] = []
-    gradients: list[Tensor] = []
+    shapes: list[tuple[int, list[Tensor]]] = []
     for number, layer in chunk.layers():
         assert layer.newest is not None
         tensors += layer.newest
-        gradients += adjoint.rows(number, first, count, layer.newest)
-    return _AddAdjoint.apply(output, tuple(gradients), *tensors)
+        # Only shapes and dtypes travel to the backward: `empty` on the meta device holds no bytes and no graph.
+        shapes.append((number, [torch.empty_like(x, device="meta") for x in layer.newest]))
+    device = output.device
+
+    def read() -> list[Tensor]:
+        return [x for number, like in shapes for x in adjoint.rows(number, first, count, like, device)]
+
+    return _AddAdjoint.apply(output, read, *tensors)
