@@ -1,4 +1,4 @@
-"""Read settings from TOML and `table.key=value` overrides; check them against a world and a model.
+"""Read settings from TOML and `table.key=value` overrides; check them for a verb.
 
     CONFIG.toml ──────┐
                       ├─ merge ─> Config (megatron_lrl.settings) ─> check_* ─> the verbs
@@ -21,14 +21,12 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.settings import Config, ParallelTable, Table
+from megatron_lrl.settings import Config, Table
 
 __all__ = [
     "Config",
-    "check_layout",
     "check_supported",
     "check_train",
-    "check_world",
     "describe_settings",
     "differing_settings",
     "load_config",
@@ -78,17 +76,8 @@ def describe_settings() -> str:
 
 def check_supported(config: Config) -> None:
     """Raise UserError for settings that the schema knows and this version cannot run."""
-    asked = {
-        'model.attention = "lastkv"': config.model.attention == "lastkv",
-        f'prefix.contract = "{config.prefix.contract}"': config.prefix.contract in ("exact", "truncated"),
-        f"train.minibatches = {config.train.minibatches}": config.train.minibatches > 1,
-    }
-    missing = [setting for setting, used in asked.items() if used]
-    if missing:
-        raise UserError(
-            f'not available in this version: {", ".join(missing)}. Available: model.attention = "full"; '
-            'prefix.contract = "response_only" or "conventional"; train.minibatches = 1'
-        )
+    if config.model.attention == "lastkv":
+        raise UserError('model.attention = "lastkv" is not available in this version; valid: "full"')
 
 
 def check_train(config: Config) -> None:
@@ -102,60 +91,6 @@ def check_train(config: Config) -> None:
             f'rollout.group_size = {config.rollout.group_size}: loss.advantage = "{config.loss.advantage}" '
             "compares the responses of a group and needs at least 2"
         )
-
-
-def check_world(parallel: ParallelTable, world_size: int) -> int:
-    """Return dp, the data parallel size; raise UserError if tp cp pp does not divide the world."""
-    ranks = parallel.tp * parallel.cp * parallel.pp
-    if world_size < 1 or world_size % ranks:
-        raise UserError(
-            f"parallel.tp = {parallel.tp}, parallel.cp = {parallel.cp}, parallel.pp = {parallel.pp} need a "
-            f"multiple of {ranks} ranks, but the world has {world_size}; start so many or change the layout"
-        )
-    return world_size // ranks
-
-
-def check_layout(
-    config: Config,
-    world_size: int,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    num_layers: int,
-    ffn_hidden_size: int,
-    num_experts: int = 0,
-) -> int:
-    """Check the layout against a world and a model's sizes; return dp. num_experts is 0 for a dense model.
-
-    Nothing is asked of the hidden size, the vocabulary or sequence lengths: hidden states are never split by
-    column, vocabularies and sequences are padded. Raises UserError naming the key and the valid values.
-    """
-    parallel = config.parallel
-    dp = check_world(parallel, world_size)
-    for size, what in (
-        (num_heads, "attention heads"),
-        (num_kv_heads, "KV heads"),
-        (ffn_hidden_size, "MLP width"),
-    ):
-        if size % parallel.tp:
-            raise UserError(
-                f"parallel.tp = {parallel.tp} must divide the model's {what} ({size}); valid with this "
-                f"model: {_divisors(num_heads, num_kv_heads, ffn_hidden_size)}"
-            )
-    if num_layers % parallel.pp:
-        raise UserError(
-            f"parallel.pp = {parallel.pp} must divide the model's layers ({num_layers}); valid: "
-            f"{_divisors(num_layers)}"
-        )
-    if parallel.ep > 1 and not num_experts:
-        raise UserError(f"parallel.ep = {parallel.ep}, but the model is dense; only 1 is valid")
-    if parallel.ep > 1 and (num_experts % parallel.ep or world_size // parallel.pp % parallel.ep):
-        raise UserError(
-            f"parallel.ep = {parallel.ep} must divide the model's experts ({num_experts}) and the ranks of a "
-            f"pipeline stage ({world_size // parallel.pp}); valid: "
-            f"{_divisors(num_experts, world_size // parallel.pp)}"
-        )
-    return dp
 
 
 # What may change when a run resumes: layout, execution settings that leave results alone, bookkeeping.
@@ -185,10 +120,6 @@ def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for table, keys in tables.items():
         for key, value in keys.items():
             yield f"{table}.{key}", value
-
-
-def _divisors(*sizes: int) -> str:
-    return ", ".join(str(n) for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes))
 
 
 def _parse_override(text: str) -> tuple[list[str], Any]:

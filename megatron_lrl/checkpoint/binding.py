@@ -16,8 +16,11 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Binding:
-    """`pairs` holds the stage's parameters in table order; `tied_head` is the last stage's copy of a tied
-    embedding when that stage is not the first (None otherwise), `entries` is the whole model's table."""
+    """Attributes:
+    entries: the whole model's table.
+    pairs: the stage's parameters, in table order.
+    tied_head: the last stage's copy of a tied embedding when that stage is not the first, else None.
+    """
 
     entries: tuple[Entry, ...]
     pairs: tuple[tuple[Entry, torch.nn.Parameter], ...]
@@ -61,8 +64,7 @@ def _global_layer(gpt: Any, local: int) -> int:
 
 
 def _check_stage(gpt: Any, entries: tuple[Entry, ...], found: dict[str, torch.nn.Parameter]) -> None:
-    """Every entry of the stage's layers must be there; a missing one would silently keep its initial
-    value."""
+    """Every entry of the stage's layers must be there: a missing one would keep its initial value."""
     layers = {_global_layer(gpt, i) for i in range(len(gpt.decoder.layers))}
     missing = [e.name for e in entries if e.layer in layers and e.name not in found]
     if missing:

@@ -30,8 +30,7 @@ def parameter_value(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def parameter_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The accumulated gradient: `main_grad` under Megatron's DDP, `grad` otherwise, zeros where neither
-    exists."""
+    """The accumulated gradient: `main_grad` under Megatron's DDP, `grad` otherwise, zeros without either."""
     gradient = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if gradient is None else gradient
     return torch.zeros_like(parameter) if gradient is None else gradient.detach()
@@ -98,8 +97,7 @@ def write_hf_directory(
     hf_dir: Path,
     runtime: Runtime,
 ) -> None:
-    """Gather `model` into the working directory of `hf_dir` (see `publish.prepare`) and publish it;
-    collective."""
+    """Gather `model` into the working directory that `publish.prepare` made, and publish it; collective."""
     tensors = gather_hf_tensors(model, arch, runtime)
     partial = publish.incomplete_path(hf_dir)
 

@@ -79,7 +79,7 @@ def import_checkpoint(hf_dir: str | Path, ckpt_dir: str | Path, runtime: Runtime
     hf_dir, ckpt_dir = Path(hf_dir), Path(ckpt_dir)
     arch = runtime.together(read_architecture, hf_dir)
     runtime.together(check_layout, arch, runtime.layout)
-    manifest = runtime.together(_inspect, hf_dir, arch)
+    manifest = runtime.together(source_manifest, hf_dir, arch)
     runtime.together(lambda: publish.prepare(ckpt_dir) if runtime.is_main else None)
     try:
         if runtime.is_main:
@@ -97,8 +97,7 @@ def import_checkpoint(hf_dir: str | Path, ckpt_dir: str | Path, runtime: Runtime
 
 
 def check_sources(reader: SafetensorsReader, arch: Architecture, compare_tied_head: bool = True) -> None:
-    """Names, shapes and dtypes of all tensors against the conversion table; raises UserError naming file
-    and tensor."""
+    """Hold names, shapes and dtypes against the conversion table; UserError names file and tensor."""
     entries = conversion_table(arch)
     check_names(entries, (record.name for record in reader.layout.tensors), arch, str(reader.directory))
     for entry in entries:
@@ -110,6 +109,17 @@ def check_sources(reader: SafetensorsReader, arch: Architecture, compare_tied_he
             _compare_tied_head(reader, arch.vocab_size)
 
 
+def source_manifest(hf_dir: str | Path, arch: Architecture) -> Manifest:
+    """The manifest of a Hugging Face directory, from its headers. Raises UserError as `check_sources`.
+
+    A run that starts from the directory and saves checkpoints in another parameter dtype replaces `dtype`.
+    """
+    with SafetensorsReader(hf_dir) as reader:
+        check_sources(reader, arch, compare_tied_head=False)
+        recomputed = [record.name for record in reader.layout.tensors if is_recomputed(record.name)]
+        return Manifest.of(arch, source_dtype(reader), reader.layout.without(recomputed))
+
+
 def source_dtype(reader: SafetensorsReader) -> str:
     """The narrowest parameter dtype (a key of `runtime.DTYPES`) that holds every source tensor exactly."""
     records = [r for r in reader.layout.tensors if not is_recomputed(r.name)]
@@ -117,13 +127,6 @@ def source_dtype(reader: SafetensorsReader) -> str:
     if wide == torch.float16:  # models do not compute in float16
         wide = torch.float32
     return next(name for name, dtype in RUN_DTYPES.items() if dtype == wide)
-
-
-def _inspect(hf_dir: Path, arch: Architecture) -> Manifest:
-    with SafetensorsReader(hf_dir) as reader:
-        check_sources(reader, arch, compare_tied_head=False)
-        recomputed = [record.name for record in reader.layout.tensors if is_recomputed(record.name)]
-        return Manifest.of(arch, source_dtype(reader), reader.layout.without(recomputed))
 
 
 def _check_tensor(reader: SafetensorsReader, name: str, shape: torch.Size) -> None:

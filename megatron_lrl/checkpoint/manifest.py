@@ -44,8 +44,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest, carried_from: Path) -> None:
-    """Write the manifest into a checkpoint directory and copy the carried files of `carried_from` to its
-    `hf/`."""
+    """Write the manifest into a checkpoint directory and the carried files of `carried_from` to its `hf/`."""
     carry_files(carried_from, directory / HF_FOLDER)
     content = {
         "format_version": FORMAT_VERSION,
@@ -88,8 +87,7 @@ def read_checkpoint_architecture(ckpt_dir: str | Path) -> tuple[Architecture, Ma
 
 
 def check_same_model(arch: Architecture, manifest: Manifest, ckpt_dir: str | Path) -> None:
-    """Raise UserError naming the first fields that differ when the checkpoint holds another model than
-    `arch`."""
+    """Raise UserError naming the first differing fields if the checkpoint is not of model `arch`."""
     if manifest.fingerprint == arch.fingerprint():
         return
     stored, wanted = manifest.architecture, arch.to_dict()

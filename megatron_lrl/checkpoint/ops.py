@@ -20,16 +20,14 @@ import torch
 
 
 class Sliceable(Protocol):
-    """What a source must offer: a tensor does, and so does the lazy handle of a tensor in a safetensors
-    file."""
+    """What a source must offer: a tensor, or the lazy handle of one in a safetensors file."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start:stop` (along the op's axis) of source number `source`; `source` None stands for zero
-    padding."""
+    """Rows `start:stop`, along the op's axis, of source number `source`; None stands for zero padding."""
 
     source: int | None
     start: int
@@ -80,8 +78,7 @@ class Op(ABC):
         return torch.cat(parts, dim=self.axis).contiguous()
 
     def from_shards(self, shards: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """The Hugging Face tensors of `shapes` out of the shards of all tp ranks, in rank order. Padding is
-        dropped."""
+        """The Hugging Face tensors out of all tp ranks' shards, in rank order; padding is dropped."""
         outputs = [torch.empty(shape, dtype=shards[0].dtype, device=shards[0].device) for shape in shapes]
         for rank, shard in enumerate(shards[:1] if self.replicated else shards):
             offset = 0
@@ -122,8 +119,7 @@ class Copy(Op):
 
 @dataclass(frozen=True)
 class Split(Op):
-    """One tensor cut into equal parts along `along` (row-parallel weights are cut along their input, axis
-    1)."""
+    """One tensor cut into equal parts along `along`; row-parallel weights are cut along axis 1."""
 
     length: int
     along: int = 0
@@ -139,8 +135,7 @@ class Split(Op):
 
 @dataclass(frozen=True)
 class InterleaveQkv(Op):
-    """q [N·D, …], k [M·D, …], v [M·D, …] -> per key-value group [q × r, k, v]; a rank holds M / size whole
-    groups."""
+    """q [N·D, …], k [M·D, …], v [M·D, …] -> [q × r, k, v] per group; a rank holds M / size groups."""
 
     heads: int
     groups: int

@@ -142,8 +142,7 @@ class SafetensorsReader:
 
 
 def plain_name(file: Any) -> str:
-    """A file name without any directory part; ValueError otherwise (an index must not point outside its
-    directory)."""
+    """A file name without directory part, else ValueError: an index must not point elsewhere."""
     if not isinstance(file, str) or not file or Path(file).name != file:
         raise ValueError(f"{file!r} is not a plain file name")
     return file
@@ -201,8 +200,7 @@ def _read_indexed(directory: Path, index: Path) -> FileLayout:
 
 
 def _read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str]]:
-    """Records in data order, and the file's metadata; the data's extent is checked against the file's
-    size."""
+    """Records in data order and the file's metadata; the data must fill the file exactly."""
     size = path.stat().st_size
     with path.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")

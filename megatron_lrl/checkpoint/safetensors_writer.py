@@ -57,8 +57,7 @@ def write_file(
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file of the given dtypes and shapes, by a temporary name that is then
-    replaced."""
+    """Write one safetensors file of the given dtypes and shapes under a temporary name, then rename it."""
     path = Path(path)
     partial = path.with_name(path.name + ".incomplete")
     records = [

@@ -48,13 +48,13 @@ def build_optimizer(
         ),
         [ddp],
     )
-    steps = config.train.updates * config.train.minibatches
+    steps = config.train.updates
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if settings.warmup_updates else settings.lr,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_updates * config.train.minibatches,
+        lr_warmup_steps=settings.warmup_updates,
         lr_decay_steps=steps,
         lr_decay_style=settings.decay,
         start_wd=settings.weight_decay,

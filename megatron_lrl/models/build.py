@@ -1,7 +1,7 @@
 """Architecture -> Megatron-Core `TransformerConfig`, layer spec and `GPTModel`.
 
-The local spec runs everywhere; the Transformer Engine spec is taken when it is installed and a GPU is present. Both
-get `SegmentCoreAttention` as core attention.
+The local spec runs everywhere; the Transformer Engine spec is taken when it is installed and a GPU is present.
+Both get `SegmentCoreAttention` as core attention.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron_lrl import platform_cpu
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.runtime import Layout, Runtime
 
 platform_cpu.install()
@@ -45,21 +46,6 @@ class RowParallelLinearWithBias(RowParallelLinear):
 def use_transformer_engine() -> bool:
     """True where Transformer Engine is installed and a GPU is present (its modules do not run without one)."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
-def check_layout(arch: Architecture, layout: Layout) -> None:
-    """Raise `UserError` naming the parallel size that does not divide the model, and what would."""
-    for key, size, what, count in (
-        ("parallel.tp", layout.tp, "KV heads", arch.num_kv_heads),
-        ("parallel.tp", layout.tp, "attention heads", arch.num_heads),
-        ("parallel.tp", layout.tp, "feed-forward columns", arch.ffn_hidden_size),
-        ("parallel.pp", layout.pp, "layers", arch.num_layers),
-    ):
-        if count % size:
-            valid = [n for n in range(1, min(count, 64) + 1) if count % n == 0]
-            raise UserError(f"{key} = {size} does not divide the model's {count} {what}; valid: {valid}")
-    if layout.ep != 1:
-        raise UserError(f"parallel.ep = {layout.ep}: a dense model has no experts; valid: 1")
 
 
 def transformer_config(

@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron_lrl.attention.exchange import gather_tokens
+
 
 def all_rows(hidden_smh: Tensor, model: Any) -> Tensor:
     """Final hidden states [m (/ tp), 1, H] -> [m, H] on every tp rank, with the matching gradient reduction."""
@@ -53,10 +55,7 @@ def local_logits(hidden_nH: Tensor, weight_vH: Tensor, vocab_size: int, tp_rank:
 
 def gather_logits(logits_nv: Tensor, vocab_size: int, tp_group: Any) -> Tensor:
     """[n, v] of each tp rank -> [n, V] on all of them (for sampling: n is the number of branches)."""
-    if tp_group.size() == 1:
-        return logits_nv[:, :vocab_size]
-    parts = logits_nv.new_empty((tp_group.size(), *logits_nv.shape))
-    dist.all_gather_into_tensor(parts, logits_nv.contiguous(), group=tp_group)
+    parts = gather_tokens(logits_nv, tp_group).view(tp_group.size(), *logits_nv.shape)
     return parts.transpose(0, 1).reshape(logits_nv.shape[0], -1)[:, :vocab_size]
 
 

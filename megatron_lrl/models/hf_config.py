@@ -95,8 +95,7 @@ class Architecture:
         return self.num_heads // self.num_kv_heads
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding and of the output layer over all tp ranks: V rounded up to a multiple of
-        tp."""
+        """Rows of embedding and output layer over all tp ranks: V rounded up to a multiple of tp."""
         return -(-self.vocab_size // tp) * tp
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,8 +131,7 @@ def read_architecture(hf_dir: str | Path) -> Architecture:
 
 
 def architecture_from_dict(raw: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Validate a config dictionary; `source` is the file named in messages. Raises UserError as
-    `read_architecture`."""
+    """As `read_architecture`, from a config dictionary; `source` is the file named in messages."""
     family = _family(raw, source)
     defaults = _family_defaults(family)
     _refuse_unsupported(raw, source)

@@ -145,7 +145,10 @@ def read_rope(
         max_position_embeddings=max_positions,
         parameters=parameters,
     )
-    inv_freq, attention_factor = spec.inv_freq()
+    try:
+        inv_freq, attention_factor = spec.inv_freq()
+    except (ValueError, ZeroDivisionError, OverflowError) as error:
+        raise UserError(f"{where} cannot be evaluated ({error}): check theta and the factors") from error
     if not bool(torch.isfinite(inv_freq).all()) or not attention_factor > 0:
         raise UserError(f"{where} gives frequencies that are not finite: check theta and the factors")
     return RopeSpec(**{**vars(spec), "attention_factor": float(attention_factor)})
@@ -197,8 +200,7 @@ def _rope_theta(
 def _resolve_original_length(
     parameters: dict[str, Any], raw: Mapping[str, Any], kind: str, max_positions: int, source: str, where: str
 ) -> None:
-    """Fill `original_max_position_embeddings` the way transformers does: inner field, top-level field,
-    model length."""
+    """Fill `original_max_position_embeddings` in transformers' order: inner, top-level, model's length."""
     name = "original_max_position_embeddings"
     outer = raw.get(name)
     if name not in ROPE_FIELDS[kind][1]:
@@ -219,6 +221,8 @@ def _number(value: Any, where: str, boolean: bool = False) -> Any:
     wanted = bool if boolean else (int, float)
     if not isinstance(value, wanted) or (isinstance(value, bool) and not boolean):
         raise UserError(f"{where} = {value!r} must be {'true or false' if boolean else 'a number'}")
+    if not -1e300 < value < 1e300:  # JSON as Python reads it knows Infinity and NaN
+        raise UserError(f"{where} = {value!r} must be a finite number")
     return value
 
 

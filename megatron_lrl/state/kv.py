@@ -46,6 +46,12 @@ class _OwnBlock:
         self.v_bhtd[:, :, self.length : end] = v_bhtd
         self.length = end
 
+    def select(self, rows: list[int], branch: int) -> None:
+        """Keep these rows, the first of which becomes ``branch``; they stay neighbours."""
+        index = torch.tensor(rows, device=self.k_bhtd.device)
+        self.k_bhtd, self.v_bhtd = (x.index_select(0, index) for x in (self.k_bhtd, self.v_bhtd))
+        self.branch, self.branches = branch, len(rows)
+
     def view(self, shared: bool) -> Block:
         k, v = self.k_bhtd[:, :, : self.length], self.v_bhtd[:, :, : self.length]
         return Block(k, v, shared, self.branch)
@@ -77,6 +83,17 @@ class KVLayer:
         if any(block.branches > 1 for block in self.own):
             raise ValueError("only a state of one branch can be forked")
         return KVLayer([*self.shared, *(block.view(shared=True) for block in self.own)])
+
+    def keep(self, branches: Sequence[int]) -> None:
+        """Drop all branches but these (ascending), which become 0, 1, ...; only without autograd."""
+        place = {branch: i for i, branch in enumerate(branches)}
+        kept = []
+        for block in self.own:
+            rows = [row for row in range(block.branches) if block.branch + row in place]
+            if rows:
+                block.select(rows, place[block.branch + rows[0]])
+                kept.append(block)
+        self.own = kept
 
     def tensors(self) -> Iterable[Tensor]:
         """Storage that this layer alone owns (what it forked from is counted where it was captured)."""

@@ -5,7 +5,7 @@ Lifecycle: OPEN (grows by `advance`) -> FROZEN (read by forks only) -> CLOSED (f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from torch import Tensor
@@ -82,6 +82,15 @@ class SequenceState:
         child = SequenceState(branches, self.counts[0])
         child._parent = self
         return child
+
+    def keep(self, branches: Sequence[int]) -> None:
+        """Drop all branches but these (ascending); they become branches 0, 1, ..."""
+        self.check_open()
+        if list(branches) != sorted(set(branches)) or not all(0 <= b < self.branches for b in branches):
+            raise ValueError(f"branches to keep must ascend within 0..{self.branches - 1}, not {list(branches)}")
+        for layer in self._layers.values():
+            layer.keep(branches)
+        self.counts = [self.counts[branch] for branch in branches]
 
     def tensors(self) -> Iterator[Tensor]:
         """Storage owned by this state alone, each tensor once."""

@@ -1,11 +1,12 @@
-"""Claim: every fast kernel equals the reference, forward and backward, in float32, float64 and bfloat16, and the
-backward of a part with the merged output and log-sum-exp is that part's share of the whole softmax's gradient.
+"""Claim: every fast kernel equals the reference, forward and backward, in float32, float64 and bfloat16,
+and the backward of a part with the merged output and log-sum-exp is that part's share of the whole
+softmax's gradient.
 
-Why the tests show it: the truth is plain autograd through a dense softmax over the concatenated keys in float64 (over
-the same, already rounded inputs); lengths are 1, one less and one more than the kernels' own tiles, and primes; query
-heads come in groups of 1, 3 and 5 over stride-0 keys. Tolerances follow from the unit roundoff u of the dtype, see
-`TOLERANCE`.
-Not shown: other devices than the one the tests run on; the `gpu` tests repeat the claims there.
+Why the tests show it: the truth is plain autograd through a dense softmax over the concatenated keys in
+float64 (over the same, already rounded inputs); lengths are 1, one less and one more than the kernels' own
+tiles, and primes; query heads come in groups of 1, 3 and 5 over stride-0 keys. Tolerances follow from the
+unit roundoff u of the dtype, see `TOLERANCE`. Not shown: other devices than the one the tests run on; the
+`gpu` tests repeat the claims there.
 """
 
 from __future__ import annotations
@@ -76,13 +77,17 @@ def test_causal_runs_with_stride_0_keys(dtype: torch.dtype, length: int, g: int,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("s", "t"), PAIRS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_merge_to_the_whole_forward_and_backward(dtype: torch.dtype, s: int, t: int, device: str) -> None:
+def test_parts_merge_to_the_whole_forward_and_backward(
+    dtype: torch.dtype, s: int, t: int, device: str
+) -> None:
     q, k, v, do = inputs(1, 2, 2, s, t + 3, 32, dtype, device)
     o, lse, dq, dk, dv = truth(q, k, v, do, False, 0.2)
     wide = kernels.accumulate_dtype(dtype)
     for module in (kernels, reference):
         total = torch.zeros_like(dq)
-        partial = [module.attend(q, k[:, :, cut], v[:, :, cut], False, 0.2) for cut in (slice(0, t), slice(t, t + 3))]
+        partial = [
+            module.attend(q, k[:, :, cut], v[:, :, cut], False, 0.2) for cut in (slice(0, t), slice(t, t + 3))
+        ]
         merged_lse = torch.logaddexp(partial[0][1], partial[1][1])
         merged = sum(x.to(wide) * (x_lse - merged_lse).exp().unsqueeze(-1) for x, x_lse in partial).to(dtype)
         check(merged, o, dtype, "o")

@@ -185,6 +185,10 @@ YARN, LLAMA3 = ROPE_KINDS["yarn"], ROPE_KINDS["llama3"]
         ({"rope_parameters": YARN, "rope_scaling": LLAMA3}, "rope_parameters and rope_scaling contradict"),
         ({"rope_parameters": YARN, "original_max_position_embeddings": 512}, "contradicts"),
         ({"original_max_position_embeddings": 512}, "has no meaning for RoPE kind 'default'"),
+        ({"rope_parameters": {**YARN, "beta_fast": -1.0}}, "rope_parameters cannot be evaluated"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 0}}, "rope_parameters cannot be evaluated"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "must be a finite number"),
+        ({"rope_theta": float("nan")}, "must be a finite number"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
     ],
 )

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Everything that guards the repository: lint, types, tests.
+#
+#   bash ci/test.sh                      without the tests marked slow
+#   bash ci/test.sh --slow               all of them
+#   bash ci/test.sh -k segment -x        further arguments go to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash ci/setup.sh
+
+select=(-m "not slow")
+if [[ ${1:-} == --slow ]]; then select=(); shift; fi
+# Tests start several ranks on one machine: a thread pool per rank would only fight over the cores.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE=1
+.venv/bin/ruff check .
+.venv/bin/mypy
+.venv/bin/python -m pytest -q ${select[@]+"${select[@]}"} "$@"

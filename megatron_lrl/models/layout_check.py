@@ -1,0 +1,44 @@
+"""Whether a model can be cut the way a layout asks. Pure arithmetic: no Megatron-Core, no process group.
+
+Whether the layout fits the number of ranks is `megatron_lrl.runtime.check_world`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron_lrl.errors import UserError
+from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.runtime import Layout
+
+__all__ = ["check_layout"]
+
+
+def check_layout(arch: Architecture, layout: Layout) -> None:
+    """Raise `UserError` naming the parallel size that does not divide the model, and the sizes that do.
+
+    Nothing is asked of the hidden size, the vocabulary or sequence lengths: hidden states are never split by
+    column, vocabularies and sequences are padded. Models are dense, so ep must be 1.
+    """
+    widths = (
+        (arch.num_heads, "attention heads"),
+        (arch.num_kv_heads, "KV heads"),
+        (arch.ffn_hidden_size, "MLP width"),
+    )
+    for count, what in widths:
+        if count % layout.tp:
+            valid = _divisors(math.gcd(*(count for count, _ in widths)))
+            raise UserError(
+                f"parallel.tp = {layout.tp} must divide the model's {what} ({count}); valid with this model: {valid}"
+            )
+    if arch.num_layers % layout.pp:
+        raise UserError(
+            f"parallel.pp = {layout.pp} must divide the model's layers ({arch.num_layers}); valid with this model: "
+            f"{_divisors(arch.num_layers)}"
+        )
+    if layout.ep != 1:
+        raise UserError(f"parallel.ep = {layout.ep}, but the model is dense and has no experts; valid: 1")
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)

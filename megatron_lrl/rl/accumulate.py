@@ -1,0 +1,190 @@
+"""The gradient of one window: recorded groups in, gradient buffers and metrics out.
+
+`train`, `grad` and `check` all go through `WindowPlan` and `accumulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_lrl.lifetimes.contributions import BranchKey
+from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss, batches_of
+from megatron_lrl.lifetimes.schedule import from_last_stage
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.rl.advantage import group_advantages
+from megatron_lrl.rl.loss import merge_metrics, policy_loss, token_weights, window_totals
+from megatron_lrl.rl.types import Group
+from megatron_lrl.runtime import Runtime
+from megatron_lrl.settings import Config, LossTable
+
+
+@dataclass(frozen=True)
+class BranchTerms:
+    """Everything the loss needs of a response, fixed when the window opens. All float64 [R] on the CPU, or None."""
+
+    weight_R: Tensor
+    advantage_R: Tensor
+    sampler_R: Tensor | None  # the sampler's log-probabilities
+
+
+class WindowPlan:
+    """A window's groups with their final weights and advantages, and this rank's share of them."""
+
+    def __init__(self, groups: Sequence[Group], config: Config, dp: int = 1, dp_rank: int = 0) -> None:
+        """``groups``: all of the window, in the same order on every rank.
+
+        Raises `UserError` for a group whose advantage cannot be computed.
+        """
+        self.groups = list(groups)
+        self.totals = window_totals(groups)
+        self.local = self.groups[dp_rank::dp]
+        weights = token_weights(groups, config.loss.aggregate, self.totals)
+        self.advantages = [group_advantages(group, config.loss.advantage) for group in groups]
+        self.terms: dict[BranchKey, BranchTerms] = {}
+        for group, group_weights, advantage_G in zip(groups, weights, self.advantages, strict=True):
+            for index, response in enumerate(group.responses):
+                sampler = response.logprobs
+                self.terms[BranchKey(group.id, index)] = BranchTerms(
+                    group_weights[index],
+                    advantage_G[index].expand(len(response.ids)),
+                    None if sampler is None else torch.tensor(sampler, dtype=torch.float64),
+                )
+
+    @property
+    def local_keys(self) -> list[BranchKey]:
+        return [branch.key for group in self.local for branch in branches_of(group)]
+
+
+def branches_of(group: Group) -> list[Branch]:
+    """The group's responses as branches of a replay."""
+    return [Branch(BranchKey(group.id, i), response.ids) for i, response in enumerate(group.responses)]
+
+
+def score_group(group: PromptGroup, branches: Sequence[Branch], concurrent: int) -> dict[BranchKey, Tensor]:
+    """Log-probabilities [R] of each branch under the group's model, without a graph, on every rank."""
+    batches = batches_of(branches, concurrent)
+    results = Replay(group).score(batches)
+    return {
+        branch.key: logprob_R.double()
+        for batch, of_batch in zip(batches, results, strict=True)
+        for branch, (logprob_R, _) in zip(batch, of_batch, strict=True)
+    }
+
+
+def token_loss(
+    batch: Sequence[Branch],
+    terms: Mapping[BranchKey, BranchTerms],
+    settings: LossTable,
+    device: torch.device,
+    reference: Mapping[BranchKey, Tensor] | None = None,
+    recomputed: Mapping[BranchKey, Tensor] | None = None,
+) -> TokenLoss:
+    """The loss of a micro-batch as a function of its log-probabilities.
+
+    ``reference``: the reference model's log-probabilities; ``recomputed``: old log-probabilities by replay, where
+    those of the sampler only weigh the tokens (loss.importance_cap).
+    """
+
+    def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+        present = [part for part in parts if part is not None]
+        return torch.cat(present).to(device) if present and len(present) == len(parts) else None
+
+    keys = [branch.key for branch in batch]
+    weight_N = joined([terms[key].weight_R for key in keys])
+    advantage_N = joined([terms[key].advantage_R for key in keys])
+    sampler_N = joined([terms[key].sampler_R for key in keys])
+    ref_N = None if reference is None else joined([reference[key] for key in keys])
+    old_N = sampler_N if recomputed is None else joined([recomputed[key] for key in keys])
+    assert weight_N is not None and advantage_N is not None
+
+    def loss(logprob_S: Tensor, entropy_S: Tensor, index_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def at(x_N: Tensor | None) -> Tensor | None:
+            return None if x_N is None else x_N[index_S]
+
+        total, metrics = policy_loss(
+            logprob_S, at(old_N), advantage_N[index_S], weight_N[index_S], at(ref_N), settings, at(sampler_N)
+        )
+        metrics["entropy_sum"] = entropy_S.sum()
+        return total, metrics
+
+    return loss
+
+
+def accumulate(
+    window: UpdateWindow,
+    plan: WindowPlan,
+    *,
+    captured: Mapping[str, PromptGroup] | None = None,
+    reference: Any = None,
+    quiet: bool = True,
+) -> dict[str, Tensor]:
+    """Replay this rank's groups and add their gradient to the buffers; fixes the window.
+
+    Args:
+        captured: prefixes of this window that are already resident, by group id; each is freed after its replay.
+        reference: the reference model, if the loss has a KL term.
+        quiet: no progress bar on rank 0.
+
+    Returns the window's metric sums, the same on every rank. Call `UpdateWindow.reduce` next.
+    """
+    run, config = window.run, window.run.config
+    window.fix(plan.local_keys)
+    concurrent = config.replay.concurrent
+    merged: dict[str, Tensor] = _no_tokens(run.wide, config.loss, run.runtime.device)
+    bar = tqdm(
+        total=len(plan.local_keys), desc="replay", unit="resp", leave=False,
+        disable=quiet or not run.runtime.is_main,
+    )  # fmt: skip
+    with bar:
+        for group in plan.local:
+            branches = branches_of(group)
+            reference_logprobs = None
+            if reference is not None and config.loss.kl_coef > 0:
+                with window.prompt_group(group.id, group.prompt_ids, "response_only", reference) as frozen:
+                    reference_logprobs = score_group(frozen, branches, concurrent)
+            ready = (captured or {}).get(group.id)
+            scope = closing(ready) if ready else window.prompt_group(group.id, group.prompt_ids, quiet=quiet)
+            with scope as prefix:
+                recomputed = (
+                    score_group(prefix, branches, concurrent) if config.loss.importance_cap > 0 else None
+                )
+                batches = batches_of(branches, concurrent)
+                losses = [
+                    token_loss(
+                        batch, plan.terms, config.loss, run.runtime.device, reference_logprobs, recomputed
+                    )
+                    for batch in batches
+                ]
+                for metrics in window.replay(prefix, batches, losses):
+                    merged = merge_metrics(merged, metrics)
+            bar.update(len(branches))
+    return _merge_over_ranks(merged, run.runtime)
+
+
+def _no_tokens(dtype: torch.dtype, settings: LossTable, device: torch.device) -> dict[str, Tensor]:
+    """Metric sums of nothing: what a rank without a group contributes."""
+    empty = torch.zeros(0, dtype=dtype, device=device)
+    _, metrics = policy_loss(empty, empty, empty, empty, empty, settings, empty)
+    return {**metrics, "entropy_sum": empty.sum()}
+
+
+def _merge_over_ranks(metrics: dict[str, Tensor], runtime: Runtime) -> dict[str, Tensor]:
+    names = sorted(metrics)
+    values = torch.stack([metrics[name].detach().double() for name in names])
+    if runtime.is_last_stage and runtime.groups.dp_cp.size() > 1:
+        is_max = torch.tensor([name.endswith("_max") for name in names], device=values.device)
+        largest = values.clone()
+        dist.all_reduce(values, group=runtime.groups.dp_cp)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=runtime.groups.dp_cp)
+        values = torch.where(is_max, largest, values)
+    values = from_last_stage(values, runtime)
+    return dict(zip(names, values, strict=True))

@@ -1,0 +1,61 @@
+"""Text at the edges: prompts in, samples and rewards out. Between them there are only token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lrl.checkpoint.manifest import HF_FOLDER
+from megatron_lrl.errors import UserError
+from megatron_lrl.settings import Config
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def hf_folder(config: Config) -> Path:
+    """Where the model's Hugging Face files lie: the source directory, or the folder a checkpoint carries."""
+    if config.model.checkpoint is not None:
+        return Path(config.model.checkpoint) / HF_FOLDER
+    assert config.model.hf is not None
+    return Path(config.model.hf)
+
+
+class Text:
+    """The model's tokenizer and its end-of-sequence ids.
+
+    A directory without tokenizer files works with prompts given as ids; responses then read as ids separated by
+    spaces.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `UserError` if there is a tokenizer that does not load."""
+        self.folder = folder
+        self.tokenizer: Any = None
+        if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            from transformers import AutoTokenizer
+
+            try:
+                self.tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            except Exception as error:  # transformers raises many kinds for a damaged file
+                raise UserError(f"{folder}: the tokenizer does not load: {error}") from error
+        self.stop_ids = self._stop_ids()
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of token ids, without special tokens unless asked for."""
+        if self.tokenizer is None:
+            return " ".join(map(str, ids))
+        return self.tokenizer.decode(list(ids), skip_special_tokens=not special)
+
+    def _stop_ids(self) -> frozenset[int]:
+        """Every id that ends a response: generation_config.json, config.json and the tokenizer."""
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            path = self.folder / name
+            if path.is_file():
+                value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+                found.update([value] if isinstance(value, int) else value or [])
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
+        return frozenset(found)

@@ -1,0 +1,115 @@
+"""Claim: `check_layout` accepts exactly the layouts that cut a model into equal parts, and a refusal names the
+key, the size it must divide and every value that would do.
+
+Why the tests show it: the cuts are found by enumeration (lists of heads, columns and layers dealt to ranks),
+not by the divisibility rule under test; the values that a message calls valid are fed back one by one, and
+every other value up to twice the size is refused. Not shown: that an accepted layout computes the right
+numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lrl.errors import UserError
+from megatron_lrl.models.build import check_layout as check_layout_of_build
+from megatron_lrl.models.hf_config import Architecture, architecture_from_dict
+from megatron_lrl.models.layout_check import check_layout
+from megatron_lrl.runtime import Layout
+
+ARCH = architecture_from_dict(
+    {
+        "model_type": "llama",
+        "vocab_size": 31,
+        "hidden_size": 40,
+        "head_dim": 6,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+)
+
+
+def equal_parts(count: int, ranks: int) -> bool:
+    """Deal `count` things to `ranks` one by one: does each rank get the same number, and at least one?"""
+    hands = [list(range(count))[rank::ranks] for rank in range(ranks)]
+    return len({len(hand) for hand in hands}) == 1 and bool(hands[0])
+
+
+def accepts(arch: Architecture, layout: Layout) -> bool:
+    try:
+        check_layout(arch, layout)
+    except UserError:
+        return False
+    return True
+
+
+@given(
+    tp=st.integers(1, 9),
+    cp=st.integers(1, 3),
+    pp=st.integers(1, 13),
+    kv_heads=st.integers(1, 8),
+    per_group=st.integers(1, 3),
+    width=st.integers(1, 48),
+    layers=st.integers(1, 12),
+)
+def test_layouts_that_cut_evenly_are_accepted_and_no_others(
+    tp: int, cp: int, pp: int, kv_heads: int, per_group: int, width: int, layers: int
+) -> None:
+    arch = replace(
+        ARCH, num_heads=kv_heads * per_group, num_kv_heads=kv_heads, ffn_hidden_size=width, num_layers=layers
+    )
+    sharded = (arch.num_heads, kv_heads, width)
+    even = all(equal_parts(count, tp) for count in sharded) and equal_parts(layers, pp)
+    assert accepts(arch, Layout(tp=tp, cp=cp, pp=pp)) == even
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "expected"),
+    [
+        (
+            Layout(tp=8),
+            {},
+            "parallel.tp = 8 must divide the model's KV heads (4); valid with this model: 1, 2, 4",
+        ),
+        (Layout(tp=3), {}, "parallel.tp = 3 must divide the model's attention heads (8)"),
+        (Layout(tp=4), {"ffn_hidden_size": 98}, "parallel.tp = 4 must divide the model's MLP width (98)"),
+        (
+            Layout(pp=4),
+            {},
+            "parallel.pp = 4 must divide the model's layers (6); valid with this model: 1, 2, 3, 6",
+        ),
+        (Layout(tp=2, ep=2), {}, "parallel.ep = 2, but the model is dense and has no experts; valid: 1"),
+    ],
+)
+def test_messages_name_the_key_and_what_it_must_divide(
+    layout: Layout, sizes: dict[str, int], expected: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_layout(replace(ARCH, **sizes), layout)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"ffn_hidden_size": 98}, {"num_kv_heads": 8}, {"num_layers": 7}])
+@pytest.mark.parametrize("key", ["tp", "pp"])
+def test_the_values_called_valid_are_all_that_are_accepted(key: str, sizes: dict[str, int]) -> None:
+    arch = replace(ARCH, **sizes)
+    with pytest.raises(UserError) as caught:
+        check_layout(arch, Layout(**{key: 17}))
+    called_valid = [int(n) for n in str(caught.value).split("valid with this model: ")[1].split(", ")]
+    most = 2 * max(arch.num_heads, arch.num_layers)
+    assert called_valid == [n for n in range(1, most + 1) if accepts(arch, Layout(**{key: n}))]
+
+
+def test_the_sizes_that_are_padded_or_never_split_are_free() -> None:
+    odd = replace(ARCH, hidden_size=37, vocab_size=29)
+    assert accepts(odd, Layout(tp=4, cp=3, pp=3))
+
+
+def test_the_builder_uses_this_check() -> None:
+    assert check_layout_of_build is check_layout

@@ -1,0 +1,82 @@
+"""Claim: a layout that does not fit the number of ranks is refused, naming the keys and the numbers of ranks that
+fit, before Megatron-Core builds any group.
+
+Why the tests show it: the worlds that fit are found by enumerating world = tp cp pp dp, not by the divisibility
+rule under test; the expert rule is held against what Megatron-Core itself refuses; the order is seen by asking
+Megatron-Core whether its parallel state exists after the refusal. Not shown: bringing up more than one rank, which the tests
+in worlds do.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lrl.errors import UserError
+from megatron_lrl.runtime import Layout, check_world, init_runtime, runtime_scope, shutdown_runtime
+
+
+@given(tp=st.integers(1, 5), cp=st.integers(1, 3), pp=st.integers(1, 5), world=st.integers(1, 64))
+def test_worlds_that_fit_are_accepted_and_no_others(tp: int, cp: int, pp: int, world: int) -> None:
+    layout = Layout(tp=tp, cp=cp, pp=pp)
+    if any(tp * cp * pp * dp == world for dp in range(1, world + 1)):
+        check_world(layout, world)
+    else:
+        with pytest.raises(UserError, match=f"need a multiple of {tp * cp * pp} ranks"):
+            check_world(layout, world)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "expected"),
+    [
+        (
+            Layout(cp=2, pp=2),
+            6,
+            "parallel.tp = 1, parallel.cp = 2, parallel.pp = 2 need a multiple of 4 ranks, but the world has 6; "
+            "launch so many or change the layout",
+        ),
+        (Layout(tp=4), 2, "need a multiple of 4 ranks, but the world has 2"),
+        (Layout(), 0, "need a multiple of 1 ranks, but the world has 0"),
+        (
+            Layout(tp=2, cp=2, ep=4),
+            4,
+            "parallel.tp = 2, parallel.pp = 1, parallel.ep = 4 need a multiple of 8 ranks, but the world has 4; "
+            "valid for dense models: parallel.ep = 1",
+        ),
+    ],
+)
+def test_the_message_names_the_keys_and_the_valid_multiple(layout: Layout, world: int, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_world(layout, world)
+    assert expected in str(caught.value)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch):
+    """One process outside of any launcher; afterwards no process group is left."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert not dist.is_initialized()
+    yield
+    shutdown_runtime()
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2), Layout(pp=3), Layout(ep=2)])
+def test_a_layout_that_does_not_fit_is_refused_before_groups_exist(alone: None, layout: Layout) -> None:
+    from megatron.core import parallel_state
+
+    with pytest.raises(UserError, match="but the world has 1"):
+        init_runtime(layout)
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_a_process_can_start_anew_after_a_refusal(alone: None) -> None:
+    with pytest.raises(UserError, match="but the world has 1"):
+        with runtime_scope(Layout(tp=2)):
+            pytest.fail("the block must not run")
+    assert not dist.is_initialized()
+    with runtime_scope(Layout()) as runtime:
+        assert (runtime.world_size, runtime.dp, runtime.is_main) == (1, 1, True)
+    assert not dist.is_initialized()
