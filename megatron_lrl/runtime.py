@@ -1,7 +1,8 @@
 """Device, backend, process groups and seeds: the one place that knows where a run executes.
 
-`init_runtime` brings up torch.distributed and Megatron-Core's parallel state; everything else asks the `Runtime`
-it returns. On a machine with CUDA that means NCCL and one device per local rank, elsewhere gloo on the CPU.
+`init_runtime` brings up torch.distributed and Megatron-Core's parallel state; everything else asks the
+`Runtime` it returns. On a machine with CUDA that means NCCL and one device per local rank, elsewhere gloo on
+the CPU.
 """
 
 from __future__ import annotations
@@ -44,47 +45,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """Where this rank runs, and its process groups."""
+class World:
+    """All ranks of this launch, before any layout is known."""
 
     device: torch.device
     rank: int
     world_size: int
-    layout: Layout
-    groups: Any  # megatron.core ProcessGroupCollection
-
-    @property
-    def dp(self) -> int:
-        return self.world_size // self.layout.model_size
-
-    @property
-    def tp_rank(self) -> int:
-        return self.groups.tp.rank()
-
-    @property
-    def cp_rank(self) -> int:
-        return self.groups.cp.rank()
-
-    @property
-    def pp_rank(self) -> int:
-        return self.groups.pp.rank()
-
-    @property
-    def dp_rank(self) -> int:
-        return self.groups.dp.rank()
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that prints and writes logs."""
         return self.rank == 0
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.layout.pp - 1
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -129,6 +100,47 @@ class Runtime:
         return values
 
 
+@dataclass(frozen=True)
+class Runtime(World):
+    """Where this rank runs, its layout and its process groups."""
+
+    layout: Layout
+    groups: Any  # megatron.core ProcessGroupCollection
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // self.layout.model_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.groups.tp.rank()
+
+    @property
+    def cp_rank(self) -> int:
+        return self.groups.cp.rank()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.groups.pp.rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.groups.dp.rank()
+
+    @property
+    def is_replica_leader(self) -> bool:
+        """True on one rank of each dp replica."""
+        return self.tp_rank == self.cp_rank == self.pp_rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.layout.pp - 1
+
+
 def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
@@ -144,8 +156,12 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def init_distributed() -> tuple[int, int, torch.device]:
-    """Bring up torch.distributed from torchrun's environment, or alone. Returns rank, world size, device."""
+def init_distributed() -> World:
+    """Bring up torch.distributed from torchrun's environment, or alone; safe to call again.
+
+    Raises `UserError` if the environment is that of a launcher but incomplete.
+    """
+    quiet_libraries()
     cuda = torch.cuda.is_available()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -164,23 +180,23 @@ def init_distributed() -> tuple[int, int, torch.device]:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             raise UserError("WORLD_SIZE is set but MASTER_ADDR is not: launch with torchrun")
-    return rank, world_size, device
+    return World(device, rank, world_size)
 
 
 def check_world(layout: Layout, world_size: int) -> None:
-    """Raise `UserError` naming the keys and the valid numbers of ranks if ``layout`` does not divide the world."""
+    """Raise `UserError` naming the keys and the valid multiple if ``layout`` does not divide the world."""
     size = layout.model_size
     if world_size < 1 or world_size % size:
         raise UserError(
-            f"parallel.tp = {layout.tp}, parallel.cp = {layout.cp}, parallel.pp = {layout.pp} need a multiple of "
-            f"{size} ranks, but the world has {world_size}; launch so many or change the layout"
+            f"parallel.tp = {layout.tp}, parallel.cp = {layout.cp}, parallel.pp = {layout.pp} need a "
+            f"multiple of {size} ranks, but the world has {world_size}; launch so many or change the layout"
         )
     # Megatron-Core splits a pipeline stage's ranks once more, into tp x ep, for the experts.
     experts = layout.tp * layout.pp * layout.ep
     if world_size % experts:
         raise UserError(
-            f"parallel.tp = {layout.tp}, parallel.pp = {layout.pp}, parallel.ep = {layout.ep} need a multiple of "
-            f"{experts} ranks, but the world has {world_size}; valid for dense models: parallel.ep = 1"
+            f"parallel.tp = {layout.tp}, parallel.pp = {layout.pp}, parallel.ep = {layout.ep} need a "
+            f"multiple of {experts} ranks, but the world has {world_size}; valid for dense models: parallel.ep = 1"
         )
 
 
@@ -189,14 +205,13 @@ def init_runtime(layout: Layout, seed: int = 0) -> Runtime:
 
     Raises `UserError` when the layout does not divide the world, before any model-parallel group exists.
     """
-    quiet_libraries()
+    world = init_distributed()
     platform_cpu.install()
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    rank, world_size, device = init_distributed()
-    check_world(layout, world_size)
+    check_world(layout, world.world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -208,7 +223,7 @@ def init_runtime(layout: Layout, seed: int = 0) -> Runtime:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Runtime(device, rank, world_size, layout, groups)
+    return Runtime(world.device, world.rank, world.world_size, layout, groups)
 
 
 def shutdown_runtime() -> None:

@@ -1,11 +1,11 @@
 """Where a run's numbers go: TensorBoard, `metrics.jsonl`, and one line per update on the terminal.
 
-    trainer ── log(update, metrics, samples) ──┬─> output/tensorboard/   scalars, bytes by lifetime in one chart, texts
+    trainer ── log(update, metrics, samples) ──┬─> output/tensorboard/   scalars, one chart of bytes, texts
                (rank 0 only)                   ├─> output/metrics.jsonl  one object per update, in order, once
                                                └─> terminal              progress bar (a TTY) or plain lines
 
-A metric's name is "group/what", e.g. "reward/mean", "loss/policy", "seconds/replay", "bytes/prompt_group"; the group
-becomes a section of TensorBoard. All names that start with "bytes/" share one chart.
+A metric's name is "group/what", e.g. "reward/mean", "loss/policy", "seconds/replay", "bytes/prompt_group";
+the group becomes a section of TensorBoard. All names that start with "bytes/" share one chart.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SUMMARY = (
 class Tracker:
     """Records the updates of one run; does nothing on every rank but 0.
 
-    `first_update` is the first update this process will log: on a resume everything recorded from it on is dropped,
-    so that no update appears twice. Updates count from 0. Use as a context manager, or call `close`.
+    `first_update` is the first update this process will log: on a resume everything recorded from it on is
+    dropped, so that no update appears twice. Updates count from 0. Use as a context manager, or call `close`.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class Tracker:
         stream: IO[str] | None = None,
     ) -> None:
         """`enabled_on_rank0` is true on rank 0 alone; `updates` is the length of the whole run, for the bar;
-        `stream` is the terminal, standard error by default. Raises UserError if `output_dir` cannot be written."""
+        `stream` is the terminal, by default standard error. Raises UserError if `output_dir` is not writable.
+        """
         self.enabled = enabled_on_rank0
         self.output_dir = Path(output_dir)
         self._next = first_update
@@ -93,8 +94,8 @@ class Tracker:
     def log(self, update: int, metrics: Mapping[str, float], samples: Sequence[str] = ()) -> None:
         """Record one update: `metrics` maps "group/what" to a number, `samples` are texts to read.
 
-        A number that is not finite is kept out of the charts and written as null, which JSON can hold. Raises ValueError
-        for an update that was already logged.
+        A number that is not finite is kept out of the charts and written as null, which JSON can hold. Raises
+        ValueError for an update that was already logged.
         """
         if update < self._next:
             raise ValueError(f"update {update} was already logged; the next one is {self._next}")
@@ -143,7 +144,7 @@ class Tracker:
         self.close()
 
     def _chart_bytes(self, names: Iterable[str]) -> None:
-        """Tell TensorBoard once (again when a name is new) to draw the byte counts of all lifetimes in one chart."""
+        """Tell TensorBoard, whenever a name is new, to draw the bytes of all lifetimes in one chart."""
         layout = tuple(sorted({*self._layout, *names}))
         if layout != self._layout:
             self._layout = layout
@@ -160,7 +161,8 @@ class Tracker:
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     """The recorded updates of a run in order: dicts with "update", the metrics and, where logged, "samples".
 
-    A last line that was cut off by a crash is left out. Raises UserError if there is no such file or a line is broken.
+    A last line that was cut off by a crash is left out. Raises UserError if there is no such file or a line
+    is broken.
     """
     path = Path(output_dir) / METRICS_FILE
     try:

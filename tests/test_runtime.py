@@ -1,10 +1,10 @@
-"""Claim: a layout that does not fit the number of ranks is refused, naming the keys and the numbers of ranks that
-fit, before Megatron-Core builds any group.
+"""Claim: a layout that does not fit the number of ranks is refused, naming the keys and the numbers of ranks
+that fit, before Megatron-Core builds any group.
 
-Why the tests show it: the worlds that fit are found by enumerating world = tp cp pp dp, not by the divisibility
-rule under test; the expert rule is held against what Megatron-Core itself refuses; the order is seen by asking
-Megatron-Core whether its parallel state exists after the refusal. Not shown: bringing up more than one rank, which the tests
-in worlds do.
+Why the tests show it: the worlds that fit are found by enumerating world = tp cp pp dp, not by the
+divisibility rule under test; the order is seen by asking Megatron-Core whether its parallel state exists
+after the refusal. Not shown: bringing up more than one rank, which the tests in worlds do; that Megatron-Core
+accepts every world that the rule for ep accepts, since no supported model has experts.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def test_worlds_that_fit_are_accepted_and_no_others(tp: int, cp: int, pp: int, w
         (
             Layout(cp=2, pp=2),
             6,
-            "parallel.tp = 1, parallel.cp = 2, parallel.pp = 2 need a multiple of 4 ranks, but the world has 6; "
-            "launch so many or change the layout",
+            "parallel.tp = 1, parallel.cp = 2, parallel.pp = 2 need a multiple of 4 ranks, but the "
+            "world has 6; launch so many or change the layout",
         ),
         (Layout(tp=4), 2, "need a multiple of 4 ranks, but the world has 2"),
         (Layout(), 0, "need a multiple of 1 ranks, but the world has 0"),
         (
             Layout(tp=2, cp=2, ep=4),
             4,
-            "parallel.tp = 2, parallel.pp = 1, parallel.ep = 4 need a multiple of 8 ranks, but the world has 4; "
-            "valid for dense models: parallel.ep = 1",
+            "parallel.tp = 2, parallel.pp = 1, parallel.ep = 4 need a multiple of 8 ranks, but the "
+            "world has 4; valid for dense models: parallel.ep = 1",
         ),
     ],
 )

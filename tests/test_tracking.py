@@ -1,8 +1,8 @@
 """Claim: what a run logs can be read back, each update exactly once, also after a crash and a resume.
 
-Why these tests show it: they read TensorBoard's event files with TensorBoard's own reader (not with our code) and
-metrics.jsonl with plain json, after a simulated crash that logged further than the checkpoint it resumes from.
-They do not show how TensorBoard's web page looks, nor that the trainer logs the right numbers.
+Why these tests show it: they read TensorBoard's event files with TensorBoard's own reader (not with our code)
+and metrics.jsonl with plain json, after a simulated crash that logged further than the checkpoint it resumes
+from. They do not show how TensorBoard's web page looks, nor that the trainer logs the right numbers.
 """
 
 from __future__ import annotations

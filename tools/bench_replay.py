@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import os
 import statistics
 import sys
 import tempfile
@@ -44,6 +43,7 @@ class Case:
     group: int
     concurrent: int
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # of this process: steady on a shared machine
     saved: int = 0  # bytes, the peak of saved-for-backward tensors
     resident: int = 0  # bytes, prefix state and its adjoint
     process: int | None = None  # bytes above what the process held before the window
@@ -159,7 +159,7 @@ def measure(case: Case, run: object, options: argparse.Namespace) -> None:
     peak = ProcessPeak()
     run.runtime.barrier()
     with peak.measure():
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         with run.update_window() as window:
             window.fix(branch.key for branch in branches)
             with window.prompt_group("g", prompt, contract=case.contract) as group:
@@ -168,6 +168,7 @@ def measure(case: Case, run: object, options: argparse.Namespace) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             case.seconds.append(time.perf_counter() - start)
+            case.cpu_seconds.append(time.process_time() - cpu_start)
     case.saved = run.ledger.peak["replay"]
     case.resident = run.ledger.peak["group"]
     case.process = peak.bytes
@@ -177,20 +178,25 @@ def table(cases: Sequence[Case]) -> str:
     """Rows of equal shape together; ratios against the conventional row of the same shape, if it was measured."""
     head = (
         f"{'contract':<14} {'P':>7} {'R':>5} {'G':>4} {'K':>3} {'s/window':>9} {'ratio':>7} "
+        f"{'CPU s':>8} {'ratio':>7} "
         f"{'saved MiB':>10} {'ratio':>7} {'resident MiB':>13} {'process MiB':>12}"
     )
     lines = [head, "-" * len(head)]
     base = {case.shape: case for case in cases if case.contract == "conventional"}
     for case in cases:
-        seconds = statistics.median(case.seconds)
-        reference = base.get(case.shape)
-        time_ratio = f"{seconds / statistics.median(reference.seconds):.3f}" if reference else "-"
-        saved_ratio = f"{case.saved / reference.saved:.4f}" if reference else "-"
+        seconds, cpu = statistics.median(case.seconds), statistics.median(case.cpu_seconds)
+        ratios = ["-"] * 3
+        if (reference := base.get(case.shape)) is not None:
+            ratios = [
+                f"{seconds / statistics.median(reference.seconds):.3f}",
+                f"{cpu / statistics.median(reference.cpu_seconds):.3f}",
+                f"{case.saved / reference.saved:.4f}",
+            ]
         process = "-" if case.process is None else f"{case.process / MIB:.1f}"
         lines.append(
             f"{case.contract:<14} {case.prompt:>7} {case.response:>5} {case.group:>4} {case.concurrent:>3} "
-            f"{seconds:>9.3f} {time_ratio:>7} {case.saved / MIB:>10.2f} {saved_ratio:>7} "
-            f"{case.resident / MIB:>13.2f} {process:>12}"
+            f"{seconds:>9.3f} {ratios[0]:>7} {cpu:>8.3f} {ratios[1]:>7} "
+            f"{case.saved / MIB:>10.2f} {ratios[2]:>7} {case.resident / MIB:>13.2f} {process:>12}"
         )
     return "\n".join(lines)
 
@@ -219,7 +225,6 @@ def bench(options: argparse.Namespace, folder: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as folder:
         try:
             print(bench(options, Path(folder)), flush=True)

@@ -30,7 +30,7 @@ from megatron_lrl.checkpoint.completion import (
     write_completion,
     write_json,
 )
-from megatron_lrl.checkpoint.hf_import import inspect_source, load_checkpoint_weights
+from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, source_manifest
 from megatron_lrl.checkpoint.manifest import (
     HF_FOLDER,
     MANIFEST_FILE,
@@ -91,8 +91,8 @@ def save_training(
 
     Args:
         progress: JSON values, given back by `load_training`: update number, data position, settings.
-        keep: of the complete checkpoints `update-*` beside `directory`, this many of the newest up to it stay;
-            None keeps all. Damaged ones and the one that `model.checkpoint` names are never deleted.
+        keep: of the complete checkpoints `update-*` beside `directory`, this many of the newest up to it
+            stay; None keeps all. Damaged ones and the one that `model.checkpoint` names are never deleted.
 
     Raises:
         UserError: `directory` holds a complete checkpoint or something else (a damaged checkpoint is moved to
@@ -239,7 +239,7 @@ def _source(run: TrainableRun) -> tuple[Manifest, Path]:
     else:
         assert model.hf is not None  # the settings demand one of the two
         carried = Path(model.hf)
-        manifest = inspect_source(carried, run.arch)
+        manifest = source_manifest(carried, run.arch)
     return replace(manifest, dtype=model.dtype), carried
 
 

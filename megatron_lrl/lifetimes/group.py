@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from megatron_lrl.attention.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.identity import Identity
+from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.schedule import run_schedule
 from megatron_lrl.state import SequenceState, advance
 from megatron_lrl.state.advance import token_layout
@@ -131,7 +132,10 @@ class PromptGroup:
         if self._adjoint is not None:
             spans = [(low, high) for low, high in self._spans() if low >= self._gradient().live_from]
             steps = [partial(self._sweep_chunk, low, high) for low, high in reversed(spans)]
-            run_schedule(self.model, steps, backward=True)
+            meter = SavedBytes(self.run.core(self.model).parameters())
+            with meter.measure():
+                run_schedule(self.model, steps, backward=True)
+            self.run.ledger.observe_peak("replay", meter.peak)
         self.phase = GroupPhase.SWEPT
 
     def close(self) -> None:

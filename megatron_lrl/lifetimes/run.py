@@ -102,7 +102,7 @@ class Run:
         for buffer in getattr(self.model, "buffers", []) if hasattr(self.model, "ddp_config") else []:
             tensors.append(buffer.grad_data)
         if self.optimizer is not None:
-            tensors += [t for state in self.optimizer.state.values() for t in _tensors(state)]
+            tensors += [t for _, state in self.optimizer.state.items() for t in _tensors(state)]
             tensors += [p for group in self.optimizer.param_groups for p in group["params"]]
         self.ledger.run = storage_bytes(tensors)
 

@@ -1,7 +1,7 @@
 """Architecture -> Megatron-Core `TransformerConfig`, layer spec and `GPTModel`.
 
-The local spec runs everywhere; the Transformer Engine spec is taken when it is installed and a GPU is present.
-Both get `SegmentCoreAttention` as core attention.
+The local spec runs everywhere; the Transformer Engine spec is taken when it is installed and a GPU is
+present. Both get `SegmentCoreAttention` as core attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RowParallelLinearWithBias(RowParallelLinear):
 
 
 def use_transformer_engine() -> bool:
-    """True where Transformer Engine is installed and a GPU is present (its modules do not run without one)."""
+    """True where Transformer Engine is installed and a GPU is present (its modules need one)."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -151,7 +151,8 @@ def build_model(
 ) -> PolicyModel:
     """This rank's stage of the model, uninitialised parameters of ``dtype`` on the runtime's device.
 
-    ``sequence_parallel``: None turns it on whenever tp > 1. Raises `UserError` if the layout does not fit the model.
+    ``sequence_parallel``: None turns it on whenever tp > 1. Raises `UserError` if the layout does not fit the
+    model.
     """
     if arch.attention_output_bias and use_transformer_engine():
         raise UserError(

@@ -15,26 +15,27 @@ __all__ = ["check_layout"]
 
 
 def check_layout(arch: Architecture, layout: Layout) -> None:
-    """Raise `UserError` naming the parallel size that does not divide the model, and the sizes that do.
+    """Raise `UserError` naming the parallel size that does not divide the model, and all that do.
 
     Nothing is asked of the hidden size, the vocabulary or sequence lengths: hidden states are never split by
     column, vocabularies and sequences are padded. Models are dense, so ep must be 1.
     """
-    widths = (
-        (arch.num_heads, "attention heads"),
-        (arch.num_kv_heads, "KV heads"),
-        (arch.ffn_hidden_size, "MLP width"),
-    )
-    for count, what in widths:
-        if count % layout.tp:
-            valid = _divisors(math.gcd(*(count for count, _ in widths)))
-            raise UserError(
-                f"parallel.tp = {layout.tp} must divide the model's {what} ({count}); valid with this model: {valid}"
-            )
+    valid = "valid with this model:"
+    widths = {
+        "attention heads": arch.num_heads,
+        "KV heads": arch.num_kv_heads,
+        "MLP width": arch.ffn_hidden_size,
+    }
+    uneven = [f"{what} ({count})" for what, count in widths.items() if count % layout.tp]
+    if uneven:
+        raise UserError(
+            f"parallel.tp = {layout.tp} must divide the model's {', '.join(uneven)}; "
+            f"{valid} {_divisors(math.gcd(*widths.values()))}"
+        )
     if arch.num_layers % layout.pp:
         raise UserError(
-            f"parallel.pp = {layout.pp} must divide the model's layers ({arch.num_layers}); valid with this model: "
-            f"{_divisors(arch.num_layers)}"
+            f"parallel.pp = {layout.pp} must divide the model's layers ({arch.num_layers}); "
+            f"{valid} {_divisors(arch.num_layers)}"
         )
     if layout.ep != 1:
         raise UserError(f"parallel.ep = {layout.ep}, but the model is dense and has no experts; valid: 1")

@@ -101,7 +101,7 @@ def _seed_apart(runtime: Runtime, salt: int) -> None:
 
 
 def train(world: World, cases: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """Each (source line, dtype, folder): 3 steps, a save to folder/own, 3 steps; what was there at 3, 4, 6."""
+    """Each (source line, dtype, folder): 3 steps, a save to folder/own, 3 more; the state at 3, 4 and 6."""
     results = []
     with runtime_scope(_layout(world)) as runtime:
         for source, dtype, folder in cases:
@@ -120,14 +120,19 @@ def train(world: World, cases: list[tuple[str, str, str]]) -> list[dict[str, Any
 
 
 def resume(world: World, cases: list[tuple[str, str, str, str | None]]) -> list[dict[str, Any]]:
-    """Each (source line, dtype, folder, save to): load folder's checkpoint, save again if asked, 3 steps."""
+    """Each (source line, dtype, checkpoint, save to): load, save again if asked, take 3 steps."""
     results = []
     with runtime_scope(_layout(world)) as runtime:
         for source, dtype, checkpoint, target in cases:
             with _run(runtime, str(Path(checkpoint).parent), source, dtype) as run:
                 _seed_apart(runtime, 2)
                 progress = load_training(run, checkpoint)
-                found = {"progress": progress, "draws": _draws(), "local3": _local(run), "whole3": _whole(run)}
+                found = {
+                    "progress": progress,
+                    "draws": _draws(),
+                    "local3": _local(run),
+                    "whole3": _whole(run),
+                }
                 if target is not None:
                     save_training(run, target, progress)
                 _take_steps(run, 3, 4)

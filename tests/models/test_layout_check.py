@@ -1,5 +1,5 @@
-"""Claim: `check_layout` accepts exactly the layouts that cut a model into equal parts, and a refusal names the
-key, the size it must divide and every value that would do.
+"""Claim: `check_layout` accepts exactly the layouts that cut a model into equal parts, and a refusal names
+the key, the sizes it must divide and every value that would do.
 
 Why the tests show it: the cuts are found by enumeration (lists of heads, columns and layers dealt to ranks),
 not by the divisibility rule under test; the values that a message calls valid are fed back one by one, and
@@ -78,7 +78,11 @@ def test_layouts_that_cut_evenly_are_accepted_and_no_others(
             {},
             "parallel.tp = 8 must divide the model's KV heads (4); valid with this model: 1, 2, 4",
         ),
-        (Layout(tp=3), {}, "parallel.tp = 3 must divide the model's attention heads (8)"),
+        (
+            Layout(tp=3),
+            {},
+            "parallel.tp = 3 must divide the model's attention heads (8), KV heads (4); valid",
+        ),
         (Layout(tp=4), {"ffn_hidden_size": 98}, "parallel.tp = 4 must divide the model's MLP width (98)"),
         (
             Layout(pp=4),

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Set up, fetch SmolLM2-135M-Instruct, train it on 2,000-token prompts on 2 ranks, show what it learned.
+#
+#   bash ci/quickstart.sh                      continues an interrupted run; a finished one is only reported
+#   bash ci/quickstart.sh --fresh              trains anew
+#   bash ci/quickstart.sh train.updates=40     settings, as for `megatron-lrl train`
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+overrides=()
+for argument in "$@"; do
+  case $argument in
+    --fresh) overrides+=(train.overwrite=true) ;;
+    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *=*) overrides+=("$argument") ;;
+    *) echo "quickstart: unknown argument $argument (see --help)" >&2; exit 2 ;;
+  esac
+done
+
+bash ci/setup.sh
+started=$SECONDS
+python=.venv/bin/python cache=.cache/quickstart run=runs/quickstart config=examples/quickstart/config.toml ranks=2
+cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+# bf16 is the faster choice where the processor computes in it, and several times slower where it does not.
+if [[ -r /proc/cpuinfo ]] && ! grep -qE 'amx_bf16|avx512_bf16|\bbf16\b' /proc/cpuinfo \
+  && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  overrides=(model.dtype=float32 ${overrides[@]+"${overrides[@]}"})
+fi
+
+"$python" examples/quickstart/prepare.py --cache "$cache"
+if [[ ! -f $cache/checkpoint/megatron_lrl.json || $cache/hf/made_from.txt -nt $cache/checkpoint/megatron_lrl.json ]]; then
+  rm -rf "$cache/checkpoint"
+  "$python" -m megatron_lrl import "$cache/hf" "$cache/checkpoint"
+fi
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+  -m megatron_lrl train "$config" ${overrides[@]+"${overrides[@]}"}
+# The name of the newest checkpoint is in the file `latest`.
+rm -rf "$run/hf"
+"$python" -m megatron_lrl export "$run/checkpoints/$(<"$run/checkpoints/latest")" "$run/hf"
+"$python" examples/quickstart/report.py --before "$cache/hf" --after "$run/hf" --run "$run" --prompts "$cache/heldout.jsonl"
+echo "quickstart: $((SECONDS - started)) s without set-up"
