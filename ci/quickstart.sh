@@ -7,11 +7,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-overrides=()
+overrides=() run=runs/quickstart
 for argument in "$@"; do
   case $argument in
     --fresh) overrides+=(train.overwrite=true) ;;
     -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    train.output=*) run=${argument#*=}; overrides+=("$argument") ;;
     *=*) overrides+=("$argument") ;;
     *) echo "quickstart: unknown argument $argument (see --help)" >&2; exit 2 ;;
   esac
@@ -19,8 +20,8 @@ done
 
 bash ci/setup.sh
 started=$SECONDS
-python=.venv/bin/python cache=.cache/quickstart run=runs/quickstart config=examples/quickstart/config.toml ranks=2
-cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+python=.venv/bin/python cache=.cache/quickstart config=examples/quickstart/config.toml ranks=2
+cores=$("$python" -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 # bf16 is the faster choice where the processor computes in it, and several times slower where it does not.
 if [[ -r /proc/cpuinfo ]] && ! grep -qE 'amx_bf16|avx512_bf16|\bbf16\b' /proc/cpuinfo \
@@ -29,14 +30,20 @@ if [[ -r /proc/cpuinfo ]] && ! grep -qE 'amx_bf16|avx512_bf16|\bbf16\b' /proc/cp
 fi
 
 "$python" examples/quickstart/prepare.py --cache "$cache"
-if [[ ! -f $cache/checkpoint/megatron_lrl.json || $cache/hf/made_from.txt -nt $cache/checkpoint/megatron_lrl.json ]]; then
+imported=$cache/checkpoint/megatron_lrl.json
+if [[ ! -f $imported || $cache/hf.made_from.txt -nt $imported ]]; then
   rm -rf "$cache/checkpoint"
   "$python" -m megatron_lrl import "$cache/hf" "$cache/checkpoint"
 fi
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
   -m megatron_lrl train "$config" ${overrides[@]+"${overrides[@]}"}
-# The name of the newest checkpoint is in the file `latest`.
+newest=
+for checkpoint in "$run"/checkpoints/update-*/; do
+  if [[ -f $checkpoint/complete.json ]]; then newest=${checkpoint%/}; fi
+done
+[[ $newest ]] || { echo "quickstart: $run/checkpoints holds no complete checkpoint" >&2; exit 1; }
 rm -rf "$run/hf"
-"$python" -m megatron_lrl export "$run/checkpoints/$(<"$run/checkpoints/latest")" "$run/hf"
-"$python" examples/quickstart/report.py --before "$cache/hf" --after "$run/hf" --run "$run" --prompts "$cache/heldout.jsonl"
+"$python" -m megatron_lrl export "$newest" "$run/hf"
+"$python" examples/quickstart/report.py --run "$run" --before "$cache/hf" --after "$run/hf" \
+  --prompts "$cache/heldout.jsonl"
 echo "quickstart: $((SECONDS - started)) s without set-up"

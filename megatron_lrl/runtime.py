@@ -196,7 +196,8 @@ def check_world(layout: Layout, world_size: int) -> None:
     if world_size % experts:
         raise UserError(
             f"parallel.tp = {layout.tp}, parallel.pp = {layout.pp}, parallel.ep = {layout.ep} need a "
-            f"multiple of {experts} ranks, but the world has {world_size}; valid for dense models: parallel.ep = 1"
+            f"multiple of {experts} ranks, but the world has {world_size}; "
+            "valid for dense models: parallel.ep = 1"
         )
 
 

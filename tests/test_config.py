@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -262,7 +263,8 @@ def test_settings_are_frozen(write) -> None:
 
 def test_help_shows_every_key_once_with_its_default() -> None:
     text = describe_settings()
-    for table, field in Config.model_fields.items():
+    fields: dict[str, Any] = Config.model_fields
+    for table, field in fields.items():
         section = text.split(f"[{table}]", 1)[1].split("\n\n", 1)[0]
         for key, setting in field.annotation.model_fields.items():
             assert setting.description and setting.description in section

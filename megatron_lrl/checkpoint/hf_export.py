@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -126,6 +126,7 @@ def write_hf_file(
     runtime: Runtime,
     get: Get = parameter_gradient,
     dtype: torch.dtype = torch.float32,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write one safetensors file with Hugging Face names and shapes, gradients by default; collective.
 
@@ -141,7 +142,7 @@ def write_hf_file(
     def write() -> None:
         try:
             if runtime.is_main:
-                write_file(path, shapes, tensors)
+                write_file(path, shapes, tensors, metadata)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
         finally:

@@ -94,7 +94,7 @@ class PromptGroup:
 
     def __enter__(self) -> PromptGroup:
         try:
-            self._capture()
+            self.capture()
         except BaseException:
             self.close()
             raise
@@ -117,9 +117,26 @@ class PromptGroup:
         if self.conventional:
             return SequenceState(branches)
         assert self.state is not None
-        if self._adjoint is not None and torch.is_grad_enabled():
-            return self._adjoint.fork(branches)
+        if torch.is_grad_enabled() and self._gradient().live_from < len(self.prefix_ids):
+            return self._adjoint_buffers().fork(branches)
         return self.state.fork(branches)
+
+    def _adjoint_buffers(self) -> AdjointState:
+        """The adjoint of the live part, allocated when the first replay needs it: sampling and scoring do not."""
+        if self._adjoint is None:
+            assert self.state is not None
+            live_from = self._gradient().live_from
+            constant = sum(
+                n for n, (low, _) in zip(self._local, self._spans(), strict=True) if low < live_from
+            )
+            dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
+            self._adjoint = AdjointState(self.state, constant, dtype)
+            self._hold(self._adjoint.nbytes)
+        return self._adjoint
+
+    def _hold(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self.run.ledger.add("group", nbytes)
 
     def sweep(self) -> None:
         """Add the prefix's own gradient: chunks in reverse, one chunk's graph alive at a time.
@@ -164,7 +181,8 @@ class PromptGroup:
             cuts.add(live_from)
         return list(pairwise(sorted(cuts)))
 
-    def _capture(self) -> None:
+    def capture(self) -> None:
+        """Feed the prefix, chunk by chunk, without a graph. Entering the group does it; call it once otherwise."""
         if self.phase is not GroupPhase.NEW:
             raise RuntimeError(f"group {self.name} was already captured")
         self.phase = GroupPhase.CAPTURED
@@ -182,12 +200,7 @@ class PromptGroup:
         with bar:
             run_schedule(self.model, [partial(self._feed, *span, bar) for span in spans], backward=False)
         self.state.freeze()
-        if self._gradient().live_from < len(self.prefix_ids) and self.model is self.run.model:
-            live_from = self._gradient().live_from
-            constant = sum(n for n, (low, _) in zip(self._local, spans, strict=True) if low < live_from)
-            self._adjoint = AdjointState(self.state, constant, accumulate_dtype(core.config.params_dtype))
-        self._nbytes = self.state.nbytes + (self._adjoint.nbytes if self._adjoint else 0)
-        self.run.ledger.add("group", self._nbytes)
+        self._hold(self.state.nbytes)
 
     def _feed(self, low: int, high: int, bar: Any, model: Any) -> tuple[Tensor, Any]:
         assert self.state is not None

@@ -22,6 +22,7 @@ from megatron_lrl.lifetimes.schedule import from_last_stage
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl.advantage import group_advantages
 from megatron_lrl.rl.loss import merge_metrics, policy_loss, token_weights, window_totals
+from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.rl.types import Group
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config, LossTable
@@ -125,6 +126,7 @@ def accumulate(
     *,
     captured: Mapping[str, PromptGroup] | None = None,
     reference: Any = None,
+    watch: Stopwatch | None = None,
     quiet: bool = True,
 ) -> dict[str, Tensor]:
     """Replay this rank's groups and add their gradient to the buffers; fixes the window.
@@ -132,6 +134,7 @@ def accumulate(
     Args:
         captured: prefixes of this window that are already resident, by group id; each is freed after its replay.
         reference: the reference model, if the loss has a KL term.
+        watch: where the seconds of capture, score and replay go.
         quiet: no progress bar on rank 0.
 
     Returns the window's metric sums, the same on every rank. Call `UpdateWindow.reduce` next.
@@ -144,19 +147,26 @@ def accumulate(
         total=len(plan.local_keys), desc="replay", unit="resp", leave=False,
         disable=quiet or not run.runtime.is_main,
     )  # fmt: skip
+    watch = watch or Stopwatch()
     with bar:
         for group in plan.local:
             branches = branches_of(group)
-            reference_logprobs = None
+            reference_logprobs = recomputed = None
             if reference is not None and config.loss.kl_coef > 0:
-                with window.prompt_group(group.id, group.prompt_ids, "response_only", reference) as frozen:
+                with (
+                    watch.phase("score"),
+                    window.prompt_group(group.id, group.prompt_ids, "response_only", reference) as frozen,
+                ):
                     reference_logprobs = score_group(frozen, branches, concurrent)
-            ready = (captured or {}).get(group.id)
-            scope = closing(ready) if ready else window.prompt_group(group.id, group.prompt_ids, quiet=quiet)
-            with scope as prefix:
-                recomputed = (
-                    score_group(prefix, branches, concurrent) if config.loss.importance_cap > 0 else None
-                )
+            prefix = (captured or {}).get(group.id)
+            if prefix is None:
+                prefix = window.prompt_group(group.id, group.prompt_ids, quiet=quiet)
+                with watch.phase("capture"):
+                    prefix.capture()
+            with closing(prefix):
+                if config.loss.importance_cap > 0:
+                    with watch.phase("score"):
+                        recomputed = score_group(prefix, branches, concurrent)
                 batches = batches_of(branches, concurrent)
                 losses = [
                     token_loss(
@@ -164,8 +174,9 @@ def accumulate(
                     )
                     for batch in batches
                 ]
-                for metrics in window.replay(prefix, batches, losses):
-                    merged = merge_metrics(merged, metrics)
+                with watch.phase("replay"):
+                    for metrics in window.replay(prefix, batches, losses):
+                        merged = merge_metrics(merged, metrics)
             bar.update(len(branches))
     return _merge_over_ranks(merged, run.runtime)
 

@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -25,34 +24,15 @@ from megatron_lrl.rl.data import prompts_at
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.rl.rewards import Reward
 from megatron_lrl.rl.rollout import Rollout, Sampler
+from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.rl.text import Text
 from megatron_lrl.rl.types import Group, Prompt
-
-
-class Stopwatch:
-    """Seconds by phase of one update."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    @property
-    def total(self) -> float:
-        return time.perf_counter() - self._start
 
 
 class Trainer:
     """Runs updates; every rank of the world calls `update` with the same number."""
 
-    def __init__(self, run: Run, prompts: Sequence[Prompt], reward: Reward, text: Text) -> None:
+    def __init__(self, run: Run, prompts: Sequence[Prompt], reward: Reward | None, text: Text) -> None:
         self.run, self.prompts, self.reward, self.text = run, prompts, reward, text
         self.sampler = Sampler(run, text.stop_ids)
 
@@ -63,8 +43,8 @@ class Trainer:
             captured, rollouts = self._sample(window, resident, number, watch)
             groups, entropy = self._record(number, rollouts)
             plan = WindowPlan(groups, run.config, run.runtime.dp, run.runtime.dp_rank)
-            with watch.phase("replay"):
-                sums = accumulate(window, plan, captured=captured, reference=run.reference)
+            sums = accumulate(window, plan, captured=captured, reference=run.reference, watch=watch)
+            with watch.phase("reduce"):
                 window.reduce()
             with watch.phase("step"):
                 result = window.step()
@@ -123,7 +103,7 @@ class Trainer:
             if not runtime.is_replica_leader:
                 return []
             return [
-                (place, self._group(prompts[place], rollout), rollout.entropy)
+                (place, self.rewarded(prompts[place], rollout), rollout.entropy)
                 for place, rollout in rollouts.items()
             ]
 
@@ -134,7 +114,13 @@ class Trainer:
         entropies = [entropy for _, _, entropy in everyone]
         return [group for _, group, _ in everyone], sum(entropies) / len(entropies)
 
-    def _group(self, prompt: Prompt, rollout: Rollout) -> Group:
+    def rewarded(self, prompt: Prompt, rollout: Rollout) -> Group:
+        """The sampled responses as a group, with their rewards if there is a reward function.
+
+        The function reads the text without the token that ended the response.
+        """
+        if self.reward is None:
+            return Group(prompt.id, prompt.prompt_ids, rollout.responses)
         responses = []
         for response in rollout.responses:
             ids = response.ids

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -93,7 +94,7 @@ def test_layouts_that_cut_evenly_are_accepted_and_no_others(
     ],
 )
 def test_messages_name_the_key_and_what_it_must_divide(
-    layout: Layout, sizes: dict[str, int], expected: str
+    layout: Layout, sizes: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UserError, match=re.escape(expected)):
         check_layout(replace(ARCH, **sizes), layout)
@@ -101,7 +102,7 @@ def test_messages_name_the_key_and_what_it_must_divide(
 
 @pytest.mark.parametrize("sizes", [{}, {"ffn_hidden_size": 98}, {"num_kv_heads": 8}, {"num_layers": 7}])
 @pytest.mark.parametrize("key", ["tp", "pp"])
-def test_the_values_called_valid_are_all_that_are_accepted(key: str, sizes: dict[str, int]) -> None:
+def test_the_values_called_valid_are_all_that_are_accepted(key: str, sizes: dict[str, Any]) -> None:
     arch = replace(ARCH, **sizes)
     with pytest.raises(UserError) as caught:
         check_layout(arch, Layout(**{key: 17}))

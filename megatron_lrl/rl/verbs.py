@@ -1,0 +1,235 @@
+"""What the verbs do, once a run is open: train, generate, score, grad. (import and export: `checkpoint`; check: `checks`.)"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron_lrl.checkpoint.hf_export import write_hf_file
+from megatron_lrl.checkpoint.training import latest_training, load_training, save_training, training_path
+from megatron_lrl.config import check_train, differing_settings
+from megatron_lrl.errors import UserError
+from megatron_lrl.lifetimes.run import open_run, read_model_architecture
+from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, score_group
+from megatron_lrl.rl.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
+from megatron_lrl.rl.output import check_output, claim_output
+from megatron_lrl.rl.rewards import Reward, load_reward
+from megatron_lrl.rl.text import Text, hf_folder
+from megatron_lrl.rl.trainer import Trainer
+from megatron_lrl.rl.types import Group, Prompt
+from megatron_lrl.runtime import Runtime
+from megatron_lrl.settings import Config
+from megatron_lrl.tracking import Tracker
+
+
+def limits(arch: Architecture) -> Limits:
+    """What token ids and lengths this model takes."""
+    return Limits(arch.vocab_size, arch.max_positions)
+
+
+def load_prompts(config: Config, arch: Architecture, text: Text, path: str | Path) -> list[Prompt]:
+    """All prompts of a file, checked against the model. Raises `UserError` naming file and line."""
+    return list(
+        read_prompts(
+            path,
+            limits(arch),
+            tokenizer=text.tokenizer,
+            max_new_tokens=config.rollout.max_new_tokens,
+            system_prompt=config.data.system_prompt,
+            chat_template_args=config.data.chat_template_args,
+        )
+    )
+
+
+class _Interrupt:
+    """SIGINT and SIGTERM ask the run to stop after the current update, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, number: int, _frame: Any) -> None:
+        self.asked = True
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Interrupt]:
+    interrupt = _Interrupt()
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(config: Config, runtime: Runtime) -> None:
+    """Run the configured updates, resuming from the newest checkpoint of the output folder."""
+
+    def prepare() -> tuple[Architecture, Text, list[Prompt], Reward]:
+        check_train(config)
+        arch = read_model_architecture(config)
+        text = Text(hf_folder(config))
+        assert config.data.prompts is not None
+        prompts = load_prompts(config, arch, text, config.data.prompts)
+        return arch, text, prompts, load_reward(config.data.reward, config.data.reward_args)
+
+    _, text, prompts, reward = runtime.together(prepare)
+    assert config.train.output is not None
+    output = Path(config.train.output)
+    runtime.together(check_output, output, config, runtime.is_main)
+    newest = None if config.train.overwrite else latest_training(output, runtime)
+    with open_run(config, runtime, optimizer=True) as run, _interruptible() as interrupt:
+        first = 0
+        if newest is not None:
+            progress = load_training(run, newest)
+            runtime.together(_check_progress, progress, config, newest)
+            first = int(progress["update"])
+        runtime.together(claim_output, output, config, runtime.is_main)
+        trainer = Trainer(run, prompts, reward, text)
+        with Tracker(output, runtime.is_main, first_update=first, updates=config.train.updates) as tracker:
+            if newest is not None:
+                tracker.note(f"resumed {newest} at update {first}")
+            saved = first if newest is not None else None
+            for number in range(first, config.train.updates):
+                metrics, samples = trainer.update(number)
+                tracker.log(number, metrics, samples)
+                done = number + 1
+                # One rank's signal stops all, at the same update.
+                stop = any(runtime.gather_objects(interrupt.asked))
+                every = config.train.save_every
+                if stop or done == config.train.updates or (every and done % every == 0):
+                    save_training(run, training_path(output, done), _progress(config, done))
+                    saved = done
+                if stop:
+                    tracker.note(f"interrupted after update {done}; the same command resumes")
+                    break
+            if saved is not None:
+                tracker.note(f"checkpoint {training_path(output, saved)}")
+
+
+def _progress(config: Config, done: int) -> dict[str, Any]:
+    return {"update": done, "config": config.model_dump(mode="json")}
+
+
+def _check_progress(progress: dict[str, Any], config: Config, path: Path) -> None:
+    differing = differing_settings(progress["config"], config)
+    if differing:
+        raise UserError(
+            f"{path} belongs to a run with other settings ({', '.join(differing)}); choose another train.output, "
+            "or set train.overwrite = true to start anew"
+        )
+    if int(progress["update"]) > config.train.updates:
+        raise UserError(
+            f"{path} is at update {progress['update']}, past train.updates = {config.train.updates}"
+        )
+
+
+def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> None:
+    """Sample a group for every prompt of a file and write trajectories, with rewards if the prompts have answers."""
+
+    def prepare() -> tuple[Text, list[Prompt], Reward | None]:
+        arch, text = read_model_architecture(config), Text(hf_folder(config))
+        check_target(out)
+        prompts = load_prompts(config, arch, text, prompts_path)
+        own = not config.data.reward.startswith("megatron_lrl.")
+        if own or all("answer" in prompt.record for prompt in prompts):
+            return text, prompts, load_reward(config.data.reward, config.data.reward_args)
+        return text, prompts, None
+
+    text, prompts, reward = runtime.together(prepare)
+    mine: list[tuple[int, Group]] = []
+    with open_run(config, runtime) as run:
+        trainer = Trainer(run, prompts, reward, text)
+        for place, prompt in _shared(list(enumerate(prompts)), runtime, "generate"):
+            with run.update_window() as window, window.prompt_group(
+                prompt.id, prompt.prompt_ids, "response_only", quiet=False
+            ) as group:
+                rollout = trainer.sampler.sample(
+                    group, config.rollout.group_size, config.rollout.max_new_tokens, 0
+                )
+            mine.append((place, trainer.rewarded(prompt, rollout)))
+    groups = _gather(mine, runtime)
+    runtime.together(lambda: write_trajectories(out, groups) if runtime.is_main else None)
+
+
+def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
+    """Write the log-probabilities of recorded responses under the model."""
+    groups = runtime.together(_recorded, config, trajectories, out)
+    mine: list[tuple[int, dict[str, Any]]] = []
+    with open_run(config, runtime) as run:
+        for place, group in _shared(list(enumerate(groups)), runtime, "score"):
+            branches = branches_of(group)
+            with run.update_window() as window, window.prompt_group(
+                group.id, group.prompt_ids, quiet=False
+            ) as prefix:
+                logprobs = score_group(prefix, branches, config.replay.concurrent)
+            mine.append(
+                (place, {"id": group.id, "logprobs": [logprobs[branch.key].tolist() for branch in branches]})
+            )
+    records = _gather(mine, runtime)
+    runtime.together(lambda: write_jsonl(out, records) if runtime.is_main else None)
+
+
+def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
+    """Write the gradient of one window of recorded groups: float32 (float64 for a float64 model), Hugging Face names."""
+    groups = runtime.together(_recorded, config, trajectories, out)
+    plan = runtime.together(WindowPlan, groups, config, runtime.dp, runtime.dp_rank)
+    with open_run(config, runtime, gradients=True) as run, run.update_window() as window:
+        # The reference is the model as loaded: the policy itself.
+        reference = run.core(run.model) if config.loss.kl_coef > 0 else None
+        sums = accumulate(window, plan, reference=reference, quiet=False)
+        window.reduce()
+        metadata = {
+            "format": "pt",
+            "contract": config.prefix.contract,
+            "truncate_tokens": str(config.prefix.truncate_tokens),
+            "loss": repr(float(sums["loss_sum"])),
+            "tokens": str(plan.totals.tokens),
+            "responses": str(plan.totals.responses),
+        }
+        dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+        write_hf_file(run.model, run.arch, out, runtime, dtype=dtype, metadata=metadata)
+        if runtime.is_main:
+            print(json.dumps({**metadata, "out": str(out)}), flush=True)
+
+
+def _recorded(config: Config, trajectories: str, out: str) -> list[Group]:
+    """The groups of a trajectory file, checked against the model; also checks that ``out`` can be written."""
+    check_target(out)
+    return list(read_trajectories(trajectories, limits(read_model_architecture(config))))
+
+
+def check_target(out: str | Path) -> None:
+    """Raise `UserError` unless ``out`` can be created or replaced."""
+    path = Path(out)
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; give the name of a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: the folder {path.parent} does not exist")
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _shared(items: Sequence[Any], runtime: Runtime, what: str) -> Iterator[Any]:
+    """This replica's share of some items, with a progress bar on rank 0."""
+    share = items[runtime.dp_rank :: runtime.dp]
+    yield from tqdm(share, desc=what, unit="group", disable=not runtime.is_main or len(share) < 2)
+
+
+def _gather(mine: list[tuple[int, Any]], runtime: Runtime) -> list[Any]:
+    """Results of all replicas in the order of their items, on every rank."""
+    local = mine if runtime.is_replica_leader else []
+    everyone = [item for part in runtime.gather_objects(local) for item in part]
+    return [value for _, value in sorted(everyone, key=lambda item: item[0])]

@@ -1,0 +1,81 @@
+"""Claim: every config in examples/ is valid, and the quickstart's prompts are what their README says.
+
+The configs are read by the same function as by every verb, so a renamed key or an impossible one fails here.
+The prompts are made with a stand-in tokenizer (words and single marks are tokens). That shows where the fact
+stands and that the answer can be rewarded, not their length under the real tokenizer: prepare.py checks that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_lrl.config import check_supported, check_train, load_config
+from megatron_lrl.rl.rewards import load_reward
+from megatron_lrl.rl.types import Prompt
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+WORLDS = {"quickstart/config.toml": 2, "qwen3/config.toml": 8}
+
+
+class Tokenizer:
+    """Words and single marks are tokens."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[str]:
+        return re.findall(r"\w+|\W", text)
+
+
+@pytest.fixture(scope="module")
+def prepare() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prepare", EXAMPLES / "quickstart" / "prepare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_shipped_config_is_listed_here() -> None:
+    shipped = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.toml")}
+    assert shipped == set(WORLDS)
+
+
+@pytest.mark.parametrize("name", sorted(WORLDS))
+def test_config_is_valid_and_can_train(name: str) -> None:
+    config = load_config(EXAMPLES / name)
+    check_supported(config)
+    check_train(config)
+    layout = config.parallel
+    assert layout.tp * layout.cp * layout.pp == WORLDS[name]
+    load_reward(config.data.reward, config.data.reward_args)
+
+
+def test_quickstart_has_a_prompt_for_every_group(prepare: ModuleType) -> None:
+    train = load_config(EXAMPLES / "quickstart" / "config.toml").train
+    needed = train.updates * train.groups_per_update
+    assert needed <= prepare.PROMPTS
+
+
+def test_quickstart_prompt_holds_its_fact_once_and_the_reward_checks_it(prepare: ModuleType) -> None:
+    config = load_config(EXAMPLES / "quickstart" / "config.toml")
+    reward = load_reward(config.data.reward, config.data.reward_args)
+    lines = [f"line {number} of the manual\n" for number in range(900)]
+    lengths = [len(Tokenizer().encode(line)) for line in lines]
+    rng = random.Random(0)
+    depths = []
+    for index in range(20):
+        record = prepare.make_prompt(f"p{index}", Tokenizer(), lines, lengths, rng)
+        code = record["answer"][1]
+        assert record["prompt"].count(code) == 1
+        asked = rf"The access code of (\w+) is {code}\.\n.*The access code of \1 is$"
+        assert re.search(asked, record["prompt"], re.DOTALL)
+        assert prepare.MIN_TOKENS <= len(Tokenizer().encode(record["prompt"])) <= prepare.MAX_TOKENS
+        prompt = Prompt(id=record["id"], prompt_ids=(1,), record=record)
+        given = [f" {code}.", f" {code}", f" {code}. And", f" {code}5.", " none"]
+        assert [reward(text, prompt) for text in given] == [1.0, 1.0, 0.2, 0.0, 0.0]
+        depths.append(record["depth"])
+    assert min(depths) < 0.3 and max(depths) > 0.7
