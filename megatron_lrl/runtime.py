@@ -149,10 +149,10 @@ def quiet_libraries() -> None:
     """Keep other libraries' start-up warnings out of the user's terminal."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    for name in ("megatron", "torch.distributed", "transformers"):
+    for name in ("megatron", "torch.distributed", "torch.utils.cpp_extension", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

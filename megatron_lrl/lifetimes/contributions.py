@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class BranchKey(NamedTuple):
+@dataclass(frozen=True, order=True)
+class BranchKey:
     """A response: its group's id and its index in the group."""
 
     group: str

@@ -25,8 +25,8 @@ from megatron_lrl.lifetimes.identity import Identity
 from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.schedule import run_schedule
 from megatron_lrl.state import SequenceState, advance
-from megatron_lrl.state.advance import token_layout
 from megatron_lrl.state.adjoint import AdjointState, add_adjoint
+from megatron_lrl.state.advance import token_layout
 
 if TYPE_CHECKING:
     from megatron_lrl.lifetimes.run import Run
@@ -194,7 +194,7 @@ class PromptGroup:
         self._local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
         self.state = SequenceState(reserve=sum(self._local))
         bar = tqdm(
-            total=len(self.prefix_ids), desc=f"capture {self.name}", unit="tok", leave=False,
+            total=len(self.prefix_ids), desc=f"capture {self.name}", unit="tok", leave=False, delay=2,
             disable=self._quiet or len(spans) < _PROGRESS_CHUNKS,
         )  # fmt: skip
         with bar:

@@ -40,6 +40,7 @@ class UpdateWindow:
         self.phase = WindowPhase.OPEN
         self.contributions: Contributions | None = None
         self._groups = ExitStack()
+        self._nbytes = 0
 
     def __enter__(self) -> UpdateWindow:
         self.run.ledger.start_window()
@@ -57,20 +58,26 @@ class UpdateWindow:
     def prompt_group(
         self, name: str, prompt_ids: Sequence[int], contract: str | None = None, model: Any = None, quiet: bool = True
     ) -> PromptGroup:
-        """A prompt's group, to be entered with ``with``; it never outlives the window. Default contract: the config's."""
+        """A prompt's group, to be entered with ``with``; it never outlives the window.
+
+        Default contract: the config's.
+        """
         self._require(WindowPhase.OPEN, WindowPhase.FIXED)
         contract = contract or self.run.config.prefix.contract
         group = PromptGroup(self.run, name, prompt_ids, contract, model, quiet)
         self._groups.callback(group.close)
         return group
 
-    def fix(self, branches: Iterable[BranchKey]) -> None:
+    def fix(self, branches: Iterable[BranchKey], nbytes: int = 0) -> None:
         """Name this rank's branches. From here on every loss term carries its final weight.
 
+        ``nbytes``: what the window's recorded per-token values take, for the ledger.
         Raises `ContributionError` if a branch is listed twice.
         """
         self._require(WindowPhase.OPEN)
         self.contributions = Contributions(branches)
+        self._nbytes = nbytes
+        self.run.ledger.add("window", nbytes)
         self.phase = WindowPhase.FIXED
 
     def replay(
@@ -122,6 +129,8 @@ class UpdateWindow:
     def close(self) -> None:
         """Free every prefix captured in this window."""
         self._groups.close()
+        self.run.ledger.add("window", -self._nbytes)
+        self._nbytes = 0
         self.phase = WindowPhase.CLOSED
 
     def _require(self, *phases: WindowPhase) -> None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.ledger import storage_bytes
 from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss, batches_of
 from megatron_lrl.lifetimes.schedule import from_last_stage
 from megatron_lrl.lifetimes.window import UpdateWindow
@@ -59,6 +60,12 @@ class WindowPlan:
                     advantage_G[index].expand(len(response.ids)),
                     None if sampler is None else torch.tensor(sampler, dtype=torch.float64),
                 )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recorded per-token values."""
+        tensors = [t for terms in self.terms.values() for t in vars(terms).values() if t is not None]
+        return storage_bytes(tensors)
 
     @property
     def local_keys(self) -> list[BranchKey]:
@@ -114,8 +121,7 @@ def token_loss(
         total, metrics = policy_loss(
             logprob_S, at(old_N), advantage_N[index_S], weight_N[index_S], at(ref_N), settings, at(sampler_N)
         )
-        metrics["entropy_sum"] = entropy_S.sum()
-        return total, metrics
+        return total, {**metrics, **_measured(logprob_S, entropy_S, at(sampler_N))}
 
     return loss
 
@@ -124,6 +130,7 @@ def accumulate(
     window: UpdateWindow,
     plan: WindowPlan,
     *,
+    contract: str | None = None,
     captured: Mapping[str, PromptGroup] | None = None,
     reference: Any = None,
     watch: Stopwatch | None = None,
@@ -132,6 +139,7 @@ def accumulate(
     """Replay this rank's groups and add their gradient to the buffers; fixes the window.
 
     Args:
+        contract: the gradient contract (default: the config's).
         captured: prefixes of this window that are already resident, by group id; each is freed after its replay.
         reference: the reference model, if the loss has a KL term.
         watch: where the seconds of capture, score and replay go.
@@ -140,11 +148,11 @@ def accumulate(
     Returns the window's metric sums, the same on every rank. Call `UpdateWindow.reduce` next.
     """
     run, config = window.run, window.run.config
-    window.fix(plan.local_keys)
+    window.fix(plan.local_keys, plan.nbytes)
     concurrent = config.replay.concurrent
     merged: dict[str, Tensor] = _no_tokens(run.wide, config.loss, run.runtime.device)
     bar = tqdm(
-        total=len(plan.local_keys), desc="replay", unit="resp", leave=False,
+        total=len(plan.local_keys), desc="replay", unit="resp", leave=False, delay=2,
         disable=quiet or not run.runtime.is_main,
     )  # fmt: skip
     watch = watch or Stopwatch()
@@ -160,7 +168,7 @@ def accumulate(
                     reference_logprobs = score_group(frozen, branches, concurrent)
             prefix = (captured or {}).get(group.id)
             if prefix is None:
-                prefix = window.prompt_group(group.id, group.prompt_ids, quiet=quiet)
+                prefix = window.prompt_group(group.id, group.prompt_ids, contract, quiet=quiet)
                 with watch.phase("capture"):
                     prefix.capture()
             with closing(prefix):
@@ -185,7 +193,16 @@ def _no_tokens(dtype: torch.dtype, settings: LossTable, device: torch.device) ->
     """Metric sums of nothing: what a rank without a group contributes."""
     empty = torch.zeros(0, dtype=dtype, device=device)
     _, metrics = policy_loss(empty, empty, empty, empty, empty, settings, empty)
-    return {**metrics, "entropy_sum": empty.sum()}
+    return {**metrics, **_measured(empty, empty, empty)}
+
+
+def _measured(logprob_S: Tensor, entropy_S: Tensor, sampler_S: Tensor | None) -> dict[str, Tensor]:
+    """Metrics of a pass that are no part of the loss: entropy, and the worst log-probability against the sampler's."""
+    zero = entropy_S.new_zeros(())
+    worst = zero
+    if sampler_S is not None and sampler_S.numel():
+        worst = (logprob_S.detach() - sampler_S.to(logprob_S)).abs().max()
+    return {"entropy_sum": entropy_S.sum(), "logprob_difference_max": worst}
 
 
 def _merge_over_ranks(metrics: dict[str, Tensor], runtime: Runtime) -> dict[str, Tensor]:

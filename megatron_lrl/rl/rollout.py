@@ -52,7 +52,7 @@ class Sampler:
             done: set[int] = set()
             for index in range(max_new_tokens):
 
-                def uniforms(first: int, index: int = index) -> list[float]:
+                def uniforms(first: int, index: int = index, active: list[int] = active) -> list[float]:
                     return [
                         uniform(settings.seed, update, group.name, response, index)
                         for response in active[first:]

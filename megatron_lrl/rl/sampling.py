@@ -38,7 +38,7 @@ def draw(logits_nV: Tensor, uniform_n: Tensor, top_p: float) -> tuple[Tensor, Te
         cdf_nV = p_nV.cumsum(-1)
         token_n = _invert(cdf_nV, uniform_n)
         return token_n, _at(logprob_nV, token_n), entropy_n
-    sorted_nV, order_nV = p_nV.sort(-1, descending=True, stable=True)
+    sorted_nV, order_nV = p_nV.sort(dim=-1, descending=True, stable=True)
     before_nV = sorted_nV.cumsum(-1) - sorted_nV
     kept_nV = torch.where(before_nV < top_p, sorted_nV, 0)
     cdf_nV = kept_nV.cumsum(-1)

@@ -30,7 +30,7 @@ class Text:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises `UserError` if there is a tokenizer that does not load."""
+        """Raises `UserError` for a tokenizer that does not load, or an eos_token_id that is no token id."""
         self.folder = folder
         self.tokenizer: Any = None
         if any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -54,8 +54,19 @@ class Text:
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
             if path.is_file():
-                value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-                found.update([value] if isinstance(value, int) else value or [])
+                found.update(_eos_ids(path))
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             found.add(self.tokenizer.eos_token_id)
         return frozenset(found)
+
+
+def _eos_ids(path: Path) -> list[int]:
+    """The "eos_token_id" of a JSON file: none, one or several."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a JSON object: {error}") from error
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise UserError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")
+    return ids

@@ -28,6 +28,11 @@ from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.rl.text import Text
 from megatron_lrl.rl.types import Group, Prompt
 
+_SHOWN_PROMPT_TOKENS = 48
+"""The end of a prompt that a logged sample shows."""
+
+_PHASES = ("capture", "rollout", "score", "replay", "reduce", "step")
+
 
 class Trainer:
     """Runs updates; every rank of the world calls `update` with the same number."""
@@ -129,15 +134,24 @@ class Trainer:
         return Group(prompt.id, prompt.prompt_ids, tuple(responses))
 
     def _samples(self, groups: Sequence[Group]) -> list[str]:
-        """The best and other responses of the first groups, with the end of their prompt."""
+        """train.log_samples responses with the end of their prompt: every group's best, then the second
+        best ..."""
+        ranked = [
+            (place, number, group, response)
+            for number, group in enumerate(groups)
+            for place, response in enumerate(
+                sorted(group.responses, key=lambda response: response.reward or 0.0, reverse=True)
+            )
+        ]
+        ranked.sort(key=lambda item: item[:2])
         samples = []
-        for group in groups:
-            best = max(range(len(group.responses)), key=lambda i: group.responses[i].reward or 0.0)
-            response = group.responses[best]
-            prompt = self.text.decode(group.prompt_ids[-48:])
-            reply = self.text.decode(response.ids)
-            samples.append(f"{group.id} reward {response.reward:.3f}\n... {prompt}\n>>> {reply}")
-        return samples[: self.run.config.train.log_samples]
+        for _, _, group, response in ranked[: self.run.config.train.log_samples]:
+            prompt = self.text.decode(group.prompt_ids[-_SHOWN_PROMPT_TOKENS:])
+            reward = "none" if response.reward is None else f"{response.reward:.3f}"
+            samples.append(
+                f"{group.id} reward {reward}\n... {prompt}\n>>> {self.text.decode(response.ids)}"
+            )
+        return samples
 
 
 def _metrics(
@@ -177,4 +191,4 @@ def _metrics(
         "speed/updates_per_hour": 3600.0 / seconds,
         "seconds/update": seconds,
     }
-    return values | {f"seconds/{name}": value for name, value in watch.seconds.items()}
+    return values | {f"seconds/{name}": watch.seconds.get(name, 0.0) for name in _PHASES}

@@ -1,4 +1,7 @@
-"""What the verbs do, once a run is open: train, generate, score, grad. (import and export: `checkpoint`; check: `checks`.)"""
+"""What train, generate, score and grad do, once a run is open.
+
+`import` and `export` live in `checkpoint`, `check` in `checks`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ from megatron_lrl.lifetimes.run import open_run, read_model_architecture
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, score_group
 from megatron_lrl.rl.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
-from megatron_lrl.rl.output import check_output, claim_output
+from megatron_lrl.rl.output import check_output, claim_output, require_writable
 from megatron_lrl.rl.rewards import Reward, load_reward
+from megatron_lrl.rl.rollout import Rollout
 from megatron_lrl.rl.text import Text, hf_folder
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rl.types import Group, Prompt
@@ -79,7 +83,10 @@ def train(config: Config, runtime: Runtime) -> None:
         text = Text(hf_folder(config))
         assert config.data.prompts is not None
         prompts = load_prompts(config, arch, text, config.data.prompts)
-        return arch, text, prompts, load_reward(config.data.reward, config.data.reward_args)
+        reward = load_reward(config.data.reward, config.data.reward_args)
+        if unrewarded := _unrewarded(reward, prompts):
+            raise next(iter(unrewarded.values()))
+        return arch, text, prompts, reward
 
     _, text, prompts, reward = runtime.together(prepare)
     assert config.train.output is not None
@@ -94,13 +101,18 @@ def train(config: Config, runtime: Runtime) -> None:
             first = int(progress["update"])
         runtime.together(claim_output, output, config, runtime.is_main)
         trainer = Trainer(run, prompts, reward, text)
-        with Tracker(output, runtime.is_main, first_update=first, updates=config.train.updates) as tracker:
+        with runtime.together(
+            Tracker, output, runtime.is_main, first_update=first, updates=config.train.updates
+        ) as tracker:
             if newest is not None:
                 tracker.note(f"resumed {newest} at update {first}")
             saved = first if newest is not None else None
             for number in range(first, config.train.updates):
-                metrics, samples = trainer.update(number)
-                tracker.log(number, metrics, samples)
+                try:
+                    metrics, samples = trainer.update(number)
+                except FloatingPointError as error:  # on all ranks alike
+                    raise UserError(f"update {number + 1}: {error}") from error
+                runtime.together(tracker.log, number, metrics, samples)
                 done = number + 1
                 # One rank's signal stops all, at the same update.
                 stop = any(runtime.gather_objects(interrupt.asked))
@@ -136,16 +148,19 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
     """Sample a group for every prompt of a file and write trajectories, with rewards if the prompts have answers."""
 
     def prepare() -> tuple[Text, list[Prompt], Reward | None]:
+        check_target(out, runtime.is_main, prompts_path)
         arch, text = read_model_architecture(config), Text(hf_folder(config))
-        check_target(out)
         prompts = load_prompts(config, arch, text, prompts_path)
-        own = not config.data.reward.startswith("megatron_lrl.")
-        if own or all("answer" in prompt.record for prompt in prompts):
-            return text, prompts, load_reward(config.data.reward, config.data.reward_args)
-        return text, prompts, None
+        reward = load_reward(config.data.reward, config.data.reward_args)
+        unrewarded = _unrewarded(reward, prompts)
+        if len(unrewarded) == len(prompts):  # prompts without answers can be sampled, not rewarded
+            return text, prompts, None
+        if unrewarded:
+            raise next(iter(unrewarded.values()))
+        return text, prompts, reward
 
     text, prompts, reward = runtime.together(prepare)
-    mine: list[tuple[int, Group]] = []
+    sampled: list[tuple[int, Rollout]] = []
     with open_run(config, runtime) as run:
         trainer = Trainer(run, prompts, reward, text)
         for place, prompt in _shared(list(enumerate(prompts)), runtime, "generate"):
@@ -155,14 +170,19 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
                 rollout = trainer.sampler.sample(
                     group, config.rollout.group_size, config.rollout.max_new_tokens, 0
                 )
-            mine.append((place, trainer.rewarded(prompt, rollout)))
-    groups = _gather(mine, runtime)
+            sampled.append((place, rollout))
+
+        def rewarded() -> list[tuple[int, Group]]:
+            leads = runtime.is_replica_leader
+            return [(place, trainer.rewarded(prompts[place], rollout)) for place, rollout in sampled if leads]
+
+        groups = _gather(runtime.together(rewarded), runtime)
     runtime.together(lambda: write_trajectories(out, groups) if runtime.is_main else None)
 
 
 def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
     """Write the log-probabilities of recorded responses under the model."""
-    groups = runtime.together(_recorded, config, trajectories, out)
+    groups = runtime.together(_recorded, config, runtime, trajectories, out)
     mine: list[tuple[int, dict[str, Any]]] = []
     with open_run(config, runtime) as run:
         for place, group in _shared(list(enumerate(groups)), runtime, "score"):
@@ -179,8 +199,11 @@ def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None
 
 
 def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
-    """Write the gradient of one window of recorded groups: float32 (float64 for a float64 model), Hugging Face names."""
-    groups = runtime.together(_recorded, config, trajectories, out)
+    """Write the gradient of one window of recorded groups, under Hugging Face names and shapes.
+
+    float32, or float64 for a float64 model; the metadata say which contract it follows.
+    """
+    groups = runtime.together(_recorded, config, runtime, trajectories, out)
     plan = runtime.together(WindowPlan, groups, config, runtime.dp, runtime.dp_rank)
     with open_run(config, runtime, gradients=True) as run, run.update_window() as window:
         # The reference is the model as loaded: the policy itself.
@@ -201,31 +224,45 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
             print(json.dumps({**metadata, "out": str(out)}), flush=True)
 
 
-def _recorded(config: Config, trajectories: str, out: str) -> list[Group]:
+def _recorded(config: Config, runtime: Runtime, trajectories: str, out: str) -> list[Group]:
     """The groups of a trajectory file, checked against the model; also checks that ``out`` can be written."""
-    check_target(out)
+    check_target(out, runtime.is_main, trajectories)
     return list(read_trajectories(trajectories, limits(read_model_architecture(config))))
 
 
-def check_target(out: str | Path) -> None:
-    """Raise `UserError` unless ``out`` can be created or replaced."""
+def _unrewarded(reward: Reward, prompts: Sequence[Prompt]) -> dict[str, UserError]:
+    """Prompts, by id, that a reward of this package refuses, and why. A user's own function is not tried."""
+    errors: dict[str, UserError] = {}
+    if reward.name.startswith("megatron_lrl."):
+        for prompt in prompts:
+            try:
+                reward("", prompt)
+            except UserError as error:
+                errors[prompt.id] = error
+    return errors
+
+
+def check_target(out: str | Path, check: bool, source: str | Path) -> None:
+    """Raise `UserError` unless ``out`` can be created or replaced and is not the file that is read.
+
+    Only the rank with ``check`` looks: it is the one that writes.
+    """
+    if not check:
+        return
     path = Path(out)
     if path.is_dir():
-        raise UserError(f"{path} is a directory; give the name of a file")
+        raise UserError(f"--out {path} is a folder; give the name of a file")
     if not path.parent.is_dir():
-        raise UserError(f"{path}: the folder {path.parent} does not exist")
-    probe = path.with_name(f".{path.name}.probe")
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        raise UserError(f"--out {path}: the folder {path.parent} does not exist")
+    if path.resolve() == Path(source).resolve():
+        raise UserError(f"--out {path} is the file that is read; give another name")
+    require_writable(path.parent, f"--out {path}")
 
 
 def _shared(items: Sequence[Any], runtime: Runtime, what: str) -> Iterator[Any]:
     """This replica's share of some items, with a progress bar on rank 0."""
     share = items[runtime.dp_rank :: runtime.dp]
-    yield from tqdm(share, desc=what, unit="group", disable=not runtime.is_main or len(share) < 2)
+    yield from tqdm(share, desc=what, unit="group", delay=2, disable=not runtime.is_main or len(share) < 2)
 
 
 def _gather(mine: list[tuple[int, Any]], runtime: Runtime) -> list[Any]:

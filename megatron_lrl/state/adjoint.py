@@ -24,7 +24,7 @@ class AdjointState:
     """Adjoint buffers over a frozen prefix, from the first live token of this rank on."""
 
     def __init__(self, prefix: SequenceState, constant_tokens: int, dtype: torch.dtype) -> None:
-        """``constant_tokens``: how many of this rank's oldest tokens are constant; the rest get buffers of ``dtype``."""
+        """``constant_tokens`` of this rank's oldest tokens are constant; the rest get buffers of ``dtype``."""
         self.prefix, self.constant = prefix, constant_tokens
         self._buffers: dict[int, Adjoint] = {}
         for number, layer in prefix.layers():

@@ -266,6 +266,12 @@ def test_latest_skips_and_names_what_cannot_be_resumed(
     progress = json.loads((training_path(tmp_path, 8) / "training.json").read_text())["progress"]
     assert latest_training(tmp_path) == training_path(tmp_path, 8) and progress == {"update": 8}
 
+    # a run that started from one of them does not delete it
+    arguments["source"] = f'checkpoint = "{training_path(tmp_path, 6)}"'
+    run_world(ONE, f"{RANKS}:save_many", updates=[10, 12], keep=1, **arguments)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["update-000006", "update-000006.damaged", "update-000012"]
+
 
 def test_a_completion_list_cannot_point_outside(root: Path, trained: Any, tmp_path: Path) -> None:
     from megatron_lrl.checkpoint.completion import check_completion

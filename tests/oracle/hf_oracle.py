@@ -2,6 +2,7 @@
 
     conventional    prompt + response[:-1] in one forward, the full graph
     response_only   prompt[:-1] into a cache under no_grad, then prompt[-1:] + response[:-1] with the graph
+    truncated       all but the newest T tokens of prompt[:-1] into a cache under no_grad, the rest with the graph
 
 Each runs anew for every response; nothing is shared, so nothing can leak from one branch to another.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,18 +47,22 @@ def full_logprobs(
 
 
 def replayed_logprobs(
-    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float, live: int = 0
 ) -> torch.Tensor:
-    """Log-probabilities [R] of the response against a constant cache of the prompt without its last token."""
+    """Log-probabilities [R] of the response against a constant cache of the prompt without its last token.
+
+    Args:
+        live: so many of the newest tokens of that prefix stay out of the cache and in the graph.
+    """
     cache = DynamicCache(config=model.config)
-    prefix = len(prompt) - 1
-    if prefix:
+    constant = max(0, len(prompt) - 1 - live)
+    if constant:
         with torch.no_grad():
-            model(torch.tensor([prompt[:-1]]), past_key_values=cache, use_cache=True)
-    fed = torch.tensor([[prompt[-1], *response[:-1]]])
-    positions = torch.arange(prefix, prefix + len(response))[None]
-    logits_RV = model(fed, past_key_values=cache, use_cache=True, position_ids=positions).logits[0]
-    return logprobs_of(logits_RV, response, temperature)
+            model(torch.tensor([prompt[:constant]]), past_key_values=cache, use_cache=True)
+    fed = torch.tensor([[*prompt[constant:], *response[:-1]]])
+    positions = torch.arange(constant, constant + fed.shape[1])[None]
+    logits_SV = model(fed, past_key_values=cache, use_cache=True, position_ids=positions).logits[0]
+    return logprobs_of(logits_SV[-len(response) :], response, temperature)
 
 
 def score(hf_dir: Path | str, groups: Sequence[Group], temperature: float = 1.0) -> list[list[list[float]]]:
@@ -111,6 +117,18 @@ def grad_response_only(
 ) -> dict[str, torch.Tensor]:
     """The gradient with the prefix's keys and values constant."""
     return window_grad(hf_dir, groups, objective or Objective(), replayed_logprobs, reference)
+
+
+def grad_truncated(
+    hf_dir: Path | str,
+    groups: Sequence[Group],
+    live: int,
+    objective: Objective | None = None,
+    reference: Reference | None = None,
+) -> dict[str, torch.Tensor]:
+    """The gradient with the keys and values of all but the newest `live` prefix tokens constant."""
+    logprobs = partial(replayed_logprobs, live=live)
+    return window_grad(hf_dir, groups, objective or Objective(), logprobs, reference)
 
 
 grad_exact = grad_conventional

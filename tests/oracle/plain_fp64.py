@@ -88,20 +88,22 @@ class PlainModel:
         temperature: float = 1.0,
         detach_prefix: bool = False,
         prefix_state: KeysValues | None = None,
+        live: int = 0,
     ) -> torch.Tensor:
         """Log-probabilities [R] of the response, with their graph.
 
         Args:
-            detach_prefix: hold the keys and values of prompt[:-1] constant (the `response_only` contract).
+            detach_prefix: hold the keys and values of prompt[:-1] constant (the `response_only` contract), except
+                those of its newest `live` tokens (the `truncated` contract).
             prefix_state: use these keys and values of prompt[:-1] instead (then they are held constant).
         """
-        if prefix_state is None and detach_prefix and len(prompt) > 1:
+        constant = 0 if prefix_state is None else len(prompt) - 1
+        if prefix_state is None and detach_prefix and len(prompt) > 1 + live:
+            constant = len(prompt) - 1 - live
             with torch.no_grad():
-                prefix_state = self.forward(prompt[:-1])[1]
-        if prefix_state is not None:
-            logits_RV = self.forward([prompt[-1], *response[:-1]], prefix_state)[0]
-        else:
-            logits_RV = self.forward([*prompt, *response[:-1]])[0][len(prompt) - 1 :]
+                prefix_state = self.forward(prompt[:constant])[1]
+        logits_SV = self.forward([*prompt[constant:], *response[:-1]], prefix_state)[0]
+        logits_RV = logits_SV[-len(response) :]
         table_RV = torch.log_softmax(logits_RV / temperature, dim=-1)
         return table_RV[torch.arange(len(response)), torch.tensor(response)]
 
@@ -207,8 +209,9 @@ def grad(
     objective: Objective | None = None,
     detach_prefix: bool = False,
     reference: Sequence[Sequence[Sequence[float]]] | None = None,
+    live: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """The fp64 gradient of the window loss by parameter name; `detach_prefix` makes it `response_only`."""
+    """The fp64 gradient of the window loss by parameter name; for `detach_prefix` and `live` see `logprobs`."""
     objective = objective or Objective()
     model = PlainModel(hf_dir)
     for number, group in enumerate(groups):
@@ -216,7 +219,7 @@ def grad(
             zip(group["responses"], advantages(group, objective.advantage), strict=True)
         ):
             logprobs_R = model.logprobs(
-                group["prompt_ids"], response["ids"], objective.temperature, detach_prefix
+                group["prompt_ids"], response["ids"], objective.temperature, detach_prefix, live=live
             )
             weight = token_weight(groups, len(response["ids"]), objective.aggregate)
             reference_R = None if reference is None else reference[number][branch]

@@ -150,6 +150,20 @@ def test_the_contracts_agree_only_without_a_prefix(session_dir: Path, report) ->
     assert apart.cosine < 0.95 and apart.rel_l2 > 0.3  # the tiny models can tell the contracts apart
 
 
+def test_the_truncated_gradients_agree_and_lie_between_the_contracts(session_dir: Path, report) -> None:
+    hf_dir = write_case(session_dir / "hf", "qwen3")
+    groups = trajectories.window(3)
+    cut = hf_oracle.grad_truncated(hf_dir, groups, 10)  # live: the newest 10 of 36 prefix tokens, 10 of 10
+    report("truncated gradient", compare_tensors(cut, plain_fp64.grad(hf_dir, groups, None, True, live=10)))
+    compare_tensors(cut, plain_fp64.grad(hf_dir, groups, None, True, live=10)).require(5e-6, 2e-5)
+    for other in (hf_oracle.grad_response_only, hf_oracle.grad_conventional):
+        assert compare_tensors(cut, other(hf_dir, groups)).rel_l2 > 0.1
+    all_live = hf_oracle.grad_truncated(hf_dir, groups, 36)
+    compare_tensors(all_live, hf_oracle.grad_conventional(hf_dir, groups)).require(5e-6, 2e-5)
+    none_live = hf_oracle.grad_truncated(hf_dir, groups, 0)
+    compare_tensors(none_live, hf_oracle.grad_response_only(hf_dir, groups)).require(1e-12, 1e-12)
+
+
 @pytest.mark.parametrize("kind", ROPE_KINDS)
 def test_rope_frequencies_are_those_of_transformers(kind: str) -> None:
     config = FAMILIES["qwen3"][0](

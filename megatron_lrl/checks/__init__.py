@@ -1,0 +1,1 @@
+"""Consistency of a configured model: rollout against replay, contracts against conventional."""

@@ -1,0 +1,84 @@
+"""Comparing accumulated gradients where they lie, sharded, without gathering them.
+
+Legend: a is the gradient under test, b the one it is compared with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+
+from megatron_lrl.runtime import Runtime
+
+_KINDS = (
+    ("embedding", r"embedding\."),
+    ("output", r"output_layer\."),
+    ("qkv", r"linear_qkv\."),
+    ("attention out", r"linear_proj\."),
+    ("mlp", r"linear_fc[12]\.(weight|bias)"),
+    ("norms", r"norm"),
+)
+
+
+@dataclass(frozen=True)
+class GradientComparison:
+    """How gradient a stands to gradient b over a set of parameters."""
+
+    cosine: float
+    relative_l2: float  # |a - b| / |b|
+    max_abs: float
+    norm: float  # |b|
+
+    def __str__(self) -> str:
+        return f"cosine {self.cosine:.6f}  relative L2 {self.relative_l2:.3e}  max {self.max_abs:.3e}"
+
+
+def snapshot(model: Any) -> dict[str, Tensor]:
+    """Copies of the reduced gradients of this rank's parameters that no other rank of the replica holds too."""
+    return {name: gradient.clone() for name, gradient in _owned(model)}
+
+
+def compare_gradients(
+    model: Any, reference: Mapping[str, Tensor], runtime: Runtime
+) -> dict[str, GradientComparison]:
+    """The model's reduced gradients against a `snapshot`, over "all" and by kind of parameter; same on every rank."""
+    kinds = ("all", *(kind for kind, _ in _KINDS))
+    sums = torch.zeros(len(kinds), 4, dtype=torch.float64)  # a.b, a.a, b.b, (a-b).(a-b)
+    largest = torch.zeros(len(kinds), dtype=torch.float64)
+    for name, gradient in _owned(model):
+        a, b = gradient.double().flatten(), reference[name].double().flatten()
+        difference = a - b
+        part = torch.stack([a @ b, a @ a, b @ b, difference @ difference]).cpu()
+        for row in (0, kinds.index(kind_of(name))):
+            sums[row] += part
+            largest[row] = torch.maximum(largest[row], difference.abs().max().cpu())
+    sums, largest = sums.to(runtime.device), largest.to(runtime.device)
+    # Replicas hold equal reduced gradients: only the shards of one replica add up.
+    for group in (runtime.groups.tp, runtime.groups.pp):
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    result = {}
+    for kind, (ab, aa, bb, dd), top in zip(kinds, sums.tolist(), largest.tolist(), strict=True):
+        if bb > 0:
+            cosine = ab / (aa * bb) ** 0.5 if aa > 0 else 0.0
+            result[kind] = GradientComparison(cosine, (dd / bb) ** 0.5, top, bb**0.5)
+    return result
+
+
+def kind_of(name: str) -> str:
+    """Which row of the report a parameter belongs to."""
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), "norms")
+
+
+def _owned(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.module.named_parameters():
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+            yield name, parameter.main_grad

@@ -1,0 +1,190 @@
+"""`check CONFIG`: does the trainer evaluate the policy that sampled, and which gradient does each contract give?
+
+    prompts ─ capture ─ sample ──┐
+                                 ├─ sampler against replay: log-probabilities, KL, ratio, effective sample size
+    recorded responses ─ replay ─┘
+          └─ gradient under each contract ── against conventional: cosine, relative L2, per kind of parameter
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_lrl.checks.gradients import GradientComparison, compare_gradients, snapshot
+from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
+from megatron_lrl.rl.accumulate import WindowPlan, accumulate
+from megatron_lrl.rl.loss import summarise
+from megatron_lrl.rl.rollout import Sampler
+from megatron_lrl.rl.text import Text, hf_folder
+from megatron_lrl.rl.types import Group, Prompt, Response
+from megatron_lrl.rl.verbs import check_target, load_prompts
+from megatron_lrl.runtime import Runtime
+from megatron_lrl.settings import Config
+
+GROUPS = 2
+"""Prompts that are checked."""
+SYNTHETIC_PROMPTS = (61, 128)
+"""Lengths of random prompts where the config names none."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What a dtype must reach."""
+
+    logprob: float  # sampler against replay, max difference of a log-probability
+    kl: float  # mean per-token k3 of replay against sampler
+    gradient: float  # exact against conventional, relative L2
+
+
+# float32: the acceptance numbers of the tests. bfloat16 keeps 8 significant bits: a logit of size 16 is off by up
+# to 2**-4, and the two passes round differently; gradients agree to a few units of 2**-8 per layer.
+BARS = {
+    "float64": Bars(1e-9, 1e-15, 1e-10),
+    "float32": Bars(2e-5, 1e-8, 1e-5),
+    "bfloat16": Bars(0.5, 1e-2, 0.2),
+}
+
+
+def check(config: Config, runtime: Runtime, out: str | None) -> bool:
+    """Print the report on rank 0, write it as JSON if asked, and return whether every bar was reached.
+
+    Takes the first prompts of data.prompts, or random ids. Raises `UserError` as `train` does.
+    """
+    prompts = runtime.together(_prompts, config, out)
+    bars = BARS[config.model.dtype]
+    with open_run(config, runtime, gradients=True) as run:
+        groups = _sample(run, prompts)
+        # Fixed advantages of both signs, so that no term of the gradient vanishes.
+        groups = [_with_advantages(group) for group in groups]
+        report: dict[str, Any] = {
+            "model": run.arch.to_dict(), "dtype": config.model.dtype, "layout": asdict(runtime.layout),
+            "prompts": [len(group.prompt_ids) for group in groups],
+            "responses": [[len(r.ids) for r in group.responses] for group in groups],
+            "bars": asdict(bars),
+        }  # fmt: skip
+        contracts = [c for c in ("response_only", "exact", config.prefix.contract) if c != "conventional"]
+        summary, baseline = _window(run, groups, "conventional")
+        comparisons: dict[str, dict[str, GradientComparison]] = {}
+        peaks = {"conventional": dict(run.ledger.peak)}
+        for contract in dict.fromkeys(contracts):
+            summary, comparisons[contract] = _window(run, groups, contract, baseline)
+            peaks[contract] = dict(run.ledger.peak)
+        report["sampler_vs_replay"] = summary
+        report["gradients"] = {
+            contract: {kind: asdict(value) for kind, value in rows.items()}
+            for contract, rows in comparisons.items()
+        }
+        report["peak_bytes"] = peaks
+        passed = {
+            "sampler log-probabilities": summary["max_logprob_difference"] <= bars.logprob,
+            "sampler KL": summary["kl"] <= bars.kl,
+            "exact gradient": comparisons["exact"]["all"].relative_l2 <= bars.gradient,
+        }
+        report["passed"] = passed
+    if runtime.is_main:
+        print(_text(report, comparisons), flush=True)
+    runtime.together(_write, report, out, runtime.is_main)
+    return all(passed.values())
+
+
+def _prompts(config: Config, out: str | None) -> list[Prompt]:
+    if out is not None:
+        check_target(out)
+    arch = read_model_architecture(config)
+    if config.data.prompts is not None:
+        return load_prompts(config, arch, Text(hf_folder(config)), config.data.prompts)[:GROUPS]
+    draw = random.Random(config.train.seed)
+    longest = arch.max_positions - config.rollout.max_new_tokens
+    return [
+        Prompt(f"random{i}", tuple(draw.randrange(arch.vocab_size) for _ in range(max(1, min(n, longest)))))
+        for i, n in enumerate(SYNTHETIC_PROMPTS)
+    ]
+
+
+def _sample(run: Run, prompts: Sequence[Prompt]) -> list[Group]:
+    """Groups sampled from the prompts; every rank samples all of them (draws do not depend on the rank)."""
+    rollout, sampler = run.config.rollout, Sampler(run, ())
+    groups = []
+    with run.update_window() as window:
+        for prompt in prompts:
+            with window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False) as group:
+                sampled = sampler.sample(group, rollout.group_size, rollout.max_new_tokens, 0)
+            # Unequal lengths: a response is cut, which leaves its first tokens and their log-probabilities valid.
+            responses = tuple(
+                _cut(response, 1 + i % len(response.ids)) if i % 2 else response
+                for i, response in enumerate(sampled.responses)
+            )
+            groups.append(Group(prompt.id, prompt.prompt_ids, responses))
+    return groups
+
+
+def _cut(response: Response, length: int) -> Response:
+    assert response.logprobs is not None
+    return replace(response, ids=response.ids[:length], logprobs=response.logprobs[:length])
+
+
+def _with_advantages(group: Group) -> Group:
+    return replace(
+        group,
+        responses=tuple(
+            replace(response, advantage=(-1.0) ** i * (1.0 + 0.5 * i / len(group.responses)))
+            for i, response in enumerate(group.responses)
+        ),
+    )
+
+
+def _window(run: Run, groups: Sequence[Group], contract: str, baseline: Any = None) -> tuple[Any, Any]:
+    """Accumulate one window under a contract. Returns (mismatch summary, snapshot or comparison with the baseline)."""
+    plan = WindowPlan(groups, run.config, run.runtime.dp, run.runtime.dp_rank)
+    with run.update_window() as window:
+        sums = accumulate(window, plan, contract=contract, quiet=False)
+        window.reduce()
+        values = summarise(sums)
+        summary = {
+            "max_logprob_difference": float(sums["logprob_difference_max"]),
+            "kl": values["sampler_kl"],
+            "ratio_mean": values["ratio_mean"],
+            "ratio_max_deviation": values["ratio_deviation_max"],
+            "effective_sample_size": values["effective_sample_size"],
+        }
+        if baseline is None:
+            return summary, snapshot(run.model)
+        return summary, compare_gradients(run.model, baseline, run.runtime)
+
+
+def _text(report: dict[str, Any], comparisons: dict[str, dict[str, GradientComparison]]) -> str:
+    lines = [
+        f"prompts of {report['prompts']} tokens, responses of {report['responses']}, {report['dtype']}, "
+        f"layout {report['layout']}",
+        "",
+        "sampler against replay (before any update)",
+        *(f"  {name.replace('_', ' '):28s} {value:.3e}" for name, value in report["sampler_vs_replay"].items()),
+    ]
+    for contract, rows in comparisons.items():
+        lines += ["", f"gradient: {contract} against conventional"]
+        if contract != "exact":
+            omitted = rows["all"]
+            lines.append(
+                f"  omitted: |difference| / |full| = {omitted.relative_l2:.4f}, cosine {omitted.cosine:.4f}"
+            )
+        lines += [f"  {kind:14s} {value}" for kind, value in rows.items()]
+    lines += ["", "peak bytes of this rank"]
+    for contract, peak in report["peak_bytes"].items():
+        lines.append(f"  {contract:14s} replay {peak['replay']:>14,}  resident {peak['group']:>14,}")
+    lines += ["", *(f"{'pass' if ok else 'FAIL'}  {name}" for name, ok in report["passed"].items())]
+    return "\n".join(lines)
+
+
+def _write(report: dict[str, Any], out: str | None, write: bool) -> None:
+    if out is None or not write:
+        return
+    path = Path(out)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
