@@ -19,5 +19,5 @@ print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.device
 PY
 .venv/bin/python -m pytest -q -m gpu "$@"
 
-# The same prompt under both contracts on a tiny random model: time and peak bytes.
-if [[ -f tools/bench_replay.py ]]; then .venv/bin/python tools/bench_replay.py --quick; fi
+# One prompt under each contract on a tiny random model: time and peak bytes.
+if [[ -f tools/bench_replay.py ]]; then .venv/bin/python tools/bench_replay.py; fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from megatron_lrl.errors import UserError
 _DESCRIPTION = """\
 Reinforcement learning of large models on very long prompts, on Megatron-Core.
 
-A prompt is captured once into state that stays on the ranks that read it; each response is replayed against it.
+A prompt is captured once into state that stays on the ranks that read it; each response is replayed
+against it.
 Every verb also runs on many ranks:  torchrun --nproc-per-node N -m megatron_lrl VERB ...
 """
 _EXAMPLES = """\
@@ -24,42 +26,157 @@ examples:
   torchrun --nproc-per-node 8 -m megatron_lrl train config.toml parallel.tp=2 parallel.cp=4
   megatron-lrl export runs/name/checkpoints/update-000100 Qwen3-8B-rl
   megatron-lrl train --settings          all keys of a config file
+  megatron-lrl train --help              what a verb does, its arguments, an example
 """
+_SETTINGS = (
+    "CONFIG is TOML; a key=value after it replaces a setting of the file. All keys: megatron-lrl train "
+    "--settings. "
+    "Paths are relative to the working directory."
+)
+_TARGET = (
+    "The target must not exist; it appears only when it is complete. A checkpoint can be read in any "
+    "layout: the "
+    "sizes here only spread the work."
+)
+# verb -> (line in the list of verbs, what it does in paragraphs, usage and example after the program's name)
+_TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
+    "import": (
+        "convert a Hugging Face directory to a Megatron distributed checkpoint",
+        (
+            "Convert a Hugging Face directory (config.json, safetensors, tokenizer) to a Megatron "
+            "distributed "
+            "checkpoint, which `train` and the other verbs read as model.checkpoint.",
+            _TARGET,
+        ),
+        "import HF_DIR CKPT_DIR [--tp N] [--pp N]",
+        "import Qwen3-8B ckpt/qwen3-8b",
+    ),
+    "export": (
+        "convert a checkpoint (of import or train) back to a Hugging Face directory",
+        (
+            "Convert a checkpoint of `import` or `train` to a Hugging Face directory, with the files of "
+            "the "
+            "original. Weights that were not trained come out bit-equal.",
+            _TARGET,
+        ),
+        "export CKPT_DIR HF_DIR [--tp N] [--pp N]",
+        "export runs/name/checkpoints/update-000100 Qwen3-8B-rl",
+    ),
+    "train": (
+        "run updates; resumes from the output folder's newest checkpoint",
+        (
+            "Run GRPO updates: sample a group of responses for every prompt, reward them, replay them "
+            "against the "
+            "resident prompt, step. The folder train.output receives checkpoints, TensorBoard and "
+            "metrics.jsonl.",
+            "The same command again resumes from the newest checkpoint. SIGINT or SIGTERM saves one "
+            "after the "
+            "current update and stops.",
+            _SETTINGS,
+        ),
+        "train CONFIG [key=value ...]",
+        "train config.toml train.updates=100 train.output=runs/name",
+    ),
+    "generate": (
+        "sample a group of responses for every prompt of a file",
+        (
+            "Sample rollout.group_size responses for every prompt of a JSONL file and write them as "
+            "trajectories, "
+            "one group a line: ids, the sampler's log-probabilities, and rewards if the prompts have what "
+            "data.reward reads.",
+            _SETTINGS,
+        ),
+        "generate CONFIG --prompts P.jsonl --out T.jsonl [key=value ...]",
+        "generate config.toml --prompts P.jsonl --out T.jsonl rollout.group_size=4",
+    ),
+    "score": (
+        "log-probabilities of recorded responses",
+        (
+            "Write log softmax(logits / rollout.temperature) of every recorded response token, one group "
+            "a line: "
+            '{"id": ..., "logprobs": [[...], ...]}.',
+            _SETTINGS,
+        ),
+        "score CONFIG --trajectories T.jsonl --out S.jsonl [key=value ...]",
+        "score config.toml --trajectories T.jsonl --out S.jsonl",
+    ),
+    "grad": (
+        "the gradient of one window of recorded responses; no step",
+        (
+            "Write the gradient of the loss over all recorded groups, as one window, under "
+            "prefix.contract: a "
+            "safetensors file with Hugging Face names and shapes. No parameter changes.",
+            _SETTINGS,
+        ),
+        "grad CONFIG --trajectories T.jsonl --out G.safetensors [key=value ...]",
+        "grad config.toml --trajectories T.jsonl --out G.safetensors prefix.contract=exact",
+    ),
+    "check": (
+        "consistency report: rollout against replay, contracts against conventional",
+        (
+            "Sample with the configured model and compare: the sampler's log-probabilities with those of "
+            "replay, "
+            "and every contract's gradient with that of full sequences. Exit status 1 if a comparison "
+            "misses its "
+            "bar.",
+            _SETTINGS,
+        ),
+        "check CONFIG [--out R.json] [key=value ...]",
+        "check config.toml --out report.json",
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Speaks on one rank: all get the same command line."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if _speaks():
+            super()._print_message(message, file)
+
+
+def _speaks() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _size(text: str) -> int:
+    """A parallel size from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="megatron-lrl", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw
-    )
+    parser = _Parser(prog="megatron-lrl", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"megatron-lrl {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def verb(name: str, text: str, epilog: str = "") -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=raw)
-
-    for name, text, source, target in (
-        ("import", "convert a Hugging Face directory to a Megatron distributed checkpoint", "HF_DIR", "CKPT_DIR"),
-        ("export", "convert a checkpoint (of import or train) back to a Hugging Face directory", "CKPT_DIR", "HF_DIR"),
-    ):
-        sub = verb(name, text, "The target must not exist; it appears only when it is complete.")
-        sub.add_argument("source", metavar=source)
-        sub.add_argument("target", metavar=target)
-        for size in ("tp", "pp"):
-            sub.add_argument(f"--{size}", type=int, default=1, metavar="N", help=f"{size} size (default 1)")
-
-    configured = {
-        "train": "run updates; resumes from the output folder's newest checkpoint",
-        "generate": "sample a group of responses for every prompt of a file",
-        "score": "log-probabilities of recorded responses",
-        "grad": "the gradient of one window of recorded responses; no step",
-        "check": "consistency report: rollout against replay, contracts against conventional",
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
+    subparsers = {
+        name: verbs.add_parser(
+            name,
+            help=line,
+            usage=f"megatron-lrl {usage}",
+            description="\n\n".join(textwrap.fill(text, 100) for text in paragraphs),
+            epilog=f"example:\n  megatron-lrl {example}",
+            formatter_class=raw,
+            allow_abbrev=False,
+        )
+        for name, (line, paragraphs, usage, example) in _TEXTS.items()
     }
-    for name, text in configured.items():
-        sub = verb(name, text, "Settings: megatron-lrl train --settings. Paths are relative to the working directory.")
+    for name, source, target in (("import", "HF_DIR", "CKPT_DIR"), ("export", "CKPT_DIR", "HF_DIR")):
+        sub = subparsers.pop(name)
+        sub.add_argument("source", metavar=source, help="directory to read")
+        sub.add_argument("target", metavar=target, help="directory to create")
+        for size, what in (("tp", "tensor"), ("pp", "pipeline")):
+            sub.add_argument(
+                f"--{size}", type=_size, default=1, metavar="N", help=f"{what} parallel size (default 1)"
+            )
+    for name, sub in subparsers.items():
         sub.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file of settings")
         sub.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
-        sub.add_argument("--settings", action="store_true", help="print every setting with its default, and exit")
+        sub.add_argument(
+            "--settings", action="store_true", help="print every setting with its default, and exit"
+        )
         if name == "generate":
             sub.add_argument("--prompts", required=True, metavar="P.jsonl", help="prompts to sample")
             sub.add_argument("--out", required=True, metavar="T.jsonl", help="trajectories to write")
@@ -76,14 +193,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. Returns the exit status: 0, 2 for a mistake of the user, 1 for a check that failed."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if "--settings" in arguments:
-        print(describe_settings())
+        if _speaks():
+            print(describe_settings())
         return 0
     parser = _parser()
     # Overrides may stand before and after options.
     options, rest = parser.parse_known_args(arguments)
-    if stray := [word for word in rest if word.startswith("-") or "=" not in word]:
+    configured = hasattr(options, "overrides")
+    if stray := [word for word in rest if not configured or word.startswith("-") or "=" not in word]:
         parser.error(f"unrecognised arguments: {' '.join(stray)}")
-    if hasattr(options, "overrides"):
+    if configured:
         options.overrides += rest
         if options.config is None:
             parser.error(f"{options.verb} needs CONFIG, a TOML file of settings")
@@ -91,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(options)
     except UserError as error:
         # Every rank has the same error; one prints it.
-        if int(os.environ.get("RANK", "0")) == 0:
+        if _speaks():
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.attention import kernels
-from megatron_lrl.attention.exchange import gather_tokens, return_partials, sum_to_owner
+from megatron_lrl.attention.exchange import gather_tokens, group_size, return_partials, sum_to_owner
 from megatron_lrl.attention.layout import NEW, BlockShape, Task, TokenLayout
 
 
@@ -87,6 +87,23 @@ def segment_attention(
     return _SegmentAttention.apply(q_mHd, k_mhd, v_mhd, layout, tasks, tuple(blocks), scale, cp_group, *live)
 
 
+def _gather_by_head(tensors: Sequence[Tensor], h: int, cp_group: Any) -> list[Tensor]:
+    """[m, H, d] of this rank -> [h, M, g, d] of all ranks, in one message."""
+    if group_size(cp_group) > 1:
+        tensors = gather_tokens(torch.stack(list(tensors), dim=1), cp_group).unbind(1)
+    return [x.unflatten(1, (h, -1)).transpose(0, 1).contiguous() for x in tensors]
+
+
+def _first_covers(tasks: Sequence[Task], x_hMgd: Tensor) -> bool:
+    """The first task's queries are all slots: its result is taken as it is, not added to zeros."""
+    return bool(tasks) and tasks[0].branches * tasks[0].q_len == x_hMgd.shape[1]
+
+
+def _from_runs(x_bhsgd: Tensor) -> Tensor:
+    """[b, h, s, g, d] -> [h, b s, g, d], a view where the memory allows."""
+    return x_bhsgd.transpose(0, 1).flatten(1, 2)
+
+
 def _query_runs(x_hMgd: Tensor, task: Task) -> Tensor:
     """View of the task's queries, [b, h, s, g, d]."""
     h, _, g, *rest = x_hMgd.shape
@@ -103,7 +120,7 @@ def _to_kernel(x_bhsgd: Tensor, causal: bool) -> Tensor:
 
 
 def _from_kernel(x: Tensor, like_bhsgd: Tensor, causal: bool) -> Tensor:
-    b, h, s, g, *rest = like_bhsgd.shape
+    b, h, s, g = like_bhsgd.shape[:4]
     if causal:
         return x.view(b, h, g, s, *x.shape[3:]).transpose(2, 3)
     return x.reshape(b, h, s, g, *x.shape[3:])
@@ -124,22 +141,22 @@ def _keys(x: Tensor, block: Block | None, task: Task, g: int) -> Tensor:
 
 
 def _merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
-    """Fold one partial into the running output and log-sum-exp, in place."""
-    total = torch.logaddexp(lse, lse_part)
-    o.mul_((lse - total).exp_().unsqueeze(-1)).add_(o_part * (lse_part - total).exp_().unsqueeze(-1))
-    lse.copy_(total)
+    """Fold one partial into the running output and log-sum-exp, in place.
+
+    exp(lse_part - logaddexp(lse, lse_part)) is the sigmoid of the difference, and the two weights add up to 1.
+    """
+    o.lerp_(o_part.to(o.dtype), torch.sigmoid(lse_part - lse).unsqueeze(-1))
+    torch.logaddexp(lse, lse_part, out=lse)
 
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_mHd, k_mhd, v_mhd, layout, tasks, blocks, scale, cp_group, *live):
-        m, heads, d = q_mHd.shape
-        h = k_mhd.shape[1]
-        g = heads // h
         wide = kernels.accumulate_dtype(q_mHd.dtype)
-        q_hMgd = gather_tokens(q_mHd, cp_group).view(-1, h, g, d).transpose(0, 1).contiguous()
-        o_hMgd = torch.zeros(q_hMgd.shape, dtype=wide, device=q_mHd.device)
-        lse_hMg = torch.full(q_hMgd.shape[:3], float("-inf"), dtype=wide, device=q_mHd.device)
+        (q_hMgd,) = _gather_by_head([q_mHd], k_mhd.shape[1], cp_group)
+        g = q_hMgd.shape[2]
+        first_is_all = _first_covers(tasks, q_hMgd)
+        o_hMgd, lse_hMg = (q_hMgd, q_hMgd) if first_is_all else _nothing_seen(q_hMgd, wide)
         for task in tasks:
             block = None if task.source == NEW else blocks[task.source]
             q_runs = _query_runs(q_hMgd, task)
@@ -152,10 +169,13 @@ class _SegmentAttention(torch.autograd.Function):
             )
             o_part = _from_kernel(o_part, q_runs, task.causal)
             lse_part = _from_kernel(lse_part, q_runs, task.causal)
-            _merge(_query_runs(o_hMgd, task), _query_runs(lse_hMg, task), o_part, lse_part)
+            if first_is_all:
+                o_hMgd, lse_hMg, first_is_all = _from_runs(o_part).to(wide), _from_runs(lse_part), False
+            else:
+                _merge(_query_runs(o_hMgd, task), _query_runs(lse_hMg, task), o_part, lse_part)
         o_mHd, lse_mH = _collect(o_hMgd, lse_hMg, cp_group, q_mHd.dtype)
         ctx.save_for_backward(q_mHd, k_mhd, v_mhd, o_mHd, lse_mH, *live)
-        ctx.layout, ctx.tasks, ctx.scale, ctx.cp_group = layout, tasks, scale, cp_group
+        ctx.tasks, ctx.scale, ctx.cp_group = tasks, scale, cp_group
         # Live blocks come back through saved tensors; the rest is resident state and outlives this graph.
         ctx.blocks = tuple(None if block.live else block for block in blocks)
         ctx.live_shapes = tuple(block.shape for block in blocks)
@@ -164,15 +184,12 @@ class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do_mHd):
         q_mHd, k_mhd, v_mhd, o_mHd, lse_mH, *live = ctx.saved_tensors
-        _, heads, d = q_mHd.shape
-        h = k_mhd.shape[1]
-        g = heads // h
-        wide = lse_mH.dtype
-        packed = gather_tokens(torch.stack([q_mHd, do_mHd.to(q_mHd.dtype), o_mHd], dim=1), ctx.cp_group)
-        q_hMgd, do_hMgd, o_hMgd = packed.view(-1, 3, h, g, d).permute(1, 2, 0, 3, 4).contiguous()
-        lse_hMg = gather_tokens(lse_mH, ctx.cp_group).view(-1, h, g).transpose(0, 1).contiguous()
-        delta_hMg = (do_hMgd.to(wide) * o_hMgd.to(wide)).sum(-1)
-        dq_hMgd = torch.zeros(q_hMgd.shape, dtype=wide, device=q_mHd.device)
+        h, wide = k_mhd.shape[1], lse_mH.dtype
+        q_hMgd, do_hMgd, o_hMgd = _gather_by_head([q_mHd, do_mHd.to(q_mHd.dtype), o_mHd], h, ctx.cp_group)
+        (lse_hMg,) = _gather_by_head([lse_mH], h, ctx.cp_group)
+        g = q_hMgd.shape[2]
+        first_is_all = _first_covers(ctx.tasks, q_hMgd)
+        dq_hMgd = q_hMgd if first_is_all else torch.zeros_like(q_hMgd, dtype=wide)
         dk_mhd = torch.zeros(k_mhd.shape, dtype=wide, device=q_mHd.device)
         dv_mhd = torch.zeros(v_mhd.shape, dtype=wide, device=q_mHd.device)
         blocks, grads = _live_blocks(ctx.blocks, ctx.live_shapes, live, wide)
@@ -184,8 +201,7 @@ class _SegmentAttention(torch.autograd.Function):
             k = _keys(k_mhd if block is None else block.k_bhtd, block, task, g)
             v = _keys(v_mhd if block is None else block.v_bhtd, block, task, g)
             if block is not None and block.adjoint is None:
-                delta = _to_kernel(_query_runs(delta_hMg, task), task.causal)
-                dq = kernels.constant_backward(runs[1], runs[0], k, v, delta, lse, ctx.scale)
+                dq = kernels.constant_backward(runs[1], runs[0], k, v, runs[2], lse, ctx.scale)
             else:
                 dq, dk, dv = kernels.attend_backward(
                     runs[1], runs[0], k, v, runs[2], lse, task.causal, ctx.scale
@@ -193,7 +209,11 @@ class _SegmentAttention(torch.autograd.Function):
                 into = (dk_mhd, dv_mhd) if block is None else (block.adjoint.dk_bhtd, block.adjoint.dv_bhtd)
                 for total, part in zip(into, (dk, dv), strict=True):
                     _add_key_gradient(total, part, block, task, h)
-            _query_runs(dq_hMgd, task).add_(_from_kernel(dq, q_runs, task.causal))
+            dq = _from_kernel(dq, q_runs, task.causal)
+            if first_is_all:
+                dq_hMgd, first_is_all = _from_runs(dq).to(wide), False
+            else:
+                _query_runs(dq_hMgd, task).add_(dq)
         dq_Mhgd = dq_hMgd.transpose(0, 1)
         dq_mHd = sum_to_owner(dq_Mhgd, ctx.cp_group).reshape(q_mHd.shape).to(q_mHd.dtype)
         live_grads = [grad.to(x.dtype) for grad, x in zip(grads, live, strict=True)]
@@ -201,6 +221,12 @@ class _SegmentAttention(torch.autograd.Function):
             dq_mHd, dk_mhd.to(k_mhd.dtype), dv_mhd.to(v_mhd.dtype),
             None, None, None, None, None, *live_grads,
         )  # fmt: skip
+
+
+def _nothing_seen(q_hMgd: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries that no key was visible to yet."""
+    lse_hMg = torch.full(q_hMgd.shape[:3], float("-inf"), dtype=wide, device=q_hMgd.device)
+    return torch.zeros_like(q_hMgd, dtype=wide), lse_hMg
 
 
 def _collect(o_hMgd: Tensor, lse_hMg: Tensor, cp_group: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

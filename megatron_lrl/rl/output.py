@@ -40,8 +40,9 @@ def check_output(output: Path, config: Config, check: bool) -> None:
         differing = differing_settings(_read_record(record), config)
         if differing:
             raise UserError(
-                f"{name} holds a run with other settings ({', '.join(differing)}); choose another folder, or set "
-                "train.overwrite = true to replace that run"
+                f"{name} holds a run with other settings ({', '.join(differing)}); choose another folder, "
+                "or "
+                "set train.overwrite = true to replace that run"
             )
 
 
@@ -119,6 +120,7 @@ def _refuse_own_input(output: Path, config: Config) -> None:
         path = None if value is None else Path(value).resolve()
         if path is not None and any(path.is_relative_to(place) for place in doomed):
             raise UserError(
-                f"train.overwrite = true would delete {key} = {value}, which lies in train.output = {output}; choose "
-                "another train.output"
+                f"train.overwrite = true would delete {key} = {value}, which lies in train.output = "
+                f"{output}; "
+                "choose another train.output"
             )

@@ -242,8 +242,8 @@ def _unrewarded(reward: Reward, prompts: Sequence[Prompt]) -> dict[str, UserErro
     return errors
 
 
-def check_target(out: str | Path, check: bool, source: str | Path) -> None:
-    """Raise `UserError` unless ``out`` can be created or replaced and is not the file that is read.
+def check_target(out: str | Path, check: bool = True, source: str | Path | None = None) -> None:
+    """Raise `UserError` unless ``out`` can be created or replaced and is not the file ``source`` that is read.
 
     Only the rank with ``check`` looks: it is the one that writes.
     """
@@ -254,7 +254,7 @@ def check_target(out: str | Path, check: bool, source: str | Path) -> None:
         raise UserError(f"--out {path} is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise UserError(f"--out {path}: the folder {path.parent} does not exist")
-    if path.resolve() == Path(source).resolve():
+    if source is not None and path.resolve() == Path(source).resolve():
         raise UserError(f"--out {path} is the file that is read; give another name")
     require_writable(path.parent, f"--out {path}")
 

@@ -114,10 +114,10 @@ class KVLayer:
                 target.write(k_bhtd, v_bhtd)
                 continue
             capacity = 0 if live else max(self.reserve, piece.length)
-            if capacity and any((b.branch, b.branches) == (piece.branch, piece.branches) for b in self.own):
-                # A decode that outgrew its block: double, so that blocks stay few.
-                grown = sum(b.length for b in self.own if b.branch == piece.branch)
-                capacity = max(capacity, grown, _GROWTH)
+            same = [b.length for b in self.own if (b.branch, b.branches) == (piece.branch, piece.branches)]
+            if capacity and (same or piece.length == 1):
+                # A decode, starting or outgrowing its block: double, so that blocks stay few.
+                capacity = max(capacity, sum(same), _GROWTH)
             self.reserve = 0
             self.own.append(_OwnBlock(piece, k_bhtd, v_bhtd, capacity))
 
