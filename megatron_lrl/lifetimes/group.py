@@ -9,7 +9,6 @@ the first response token. Chunks are an execution detail: no chunk size changes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -23,9 +22,9 @@ from tqdm import tqdm
 from megatron_lrl.attention.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.identity import Identity
 from megatron_lrl.lifetimes.ledger import SavedBytes
-from megatron_lrl.lifetimes.schedule import run_schedule
+from megatron_lrl.lifetimes.schedule import in_passes, run_schedule
 from megatron_lrl.state import SequenceState, advance
-from megatron_lrl.state.adjoint import AdjointState, add_adjoint
+from megatron_lrl.state.adjoint import add_adjoint
 from megatron_lrl.state.advance import token_layout
 
 if TYPE_CHECKING:
@@ -42,17 +41,13 @@ class GroupPhase(Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """Which part of the prefix is live: tokens from ``live_from`` on (its length: none)."""
+def live_from(contract: str, prefix_tokens: int, truncate_tokens: int) -> int:
+    """Position from which prefix tokens are live (the prefix's length: none).
 
-    live_from: int
-
-    @classmethod
-    def of_contract(cls, contract: str, prefix_tokens: int, truncate_tokens: int) -> Gradient:
-        """The live part under a contract; truncated(0) is response_only, truncated(>= P) is exact."""
-        live = {"response_only": 0, "exact": prefix_tokens, "truncated": truncate_tokens}[contract]
-        return cls(max(0, prefix_tokens - live))
+    truncated(0) is response_only, truncated(T >= P) is exact.
+    """
+    live = {"conventional": 0, "response_only": 0, "exact": prefix_tokens, "truncated": truncate_tokens}[contract]
+    return max(0, prefix_tokens - live)
 
 
 class PromptGroup:
@@ -74,10 +69,9 @@ class PromptGroup:
         self.version = run.version
         self.phase = GroupPhase.NEW
         self.state: SequenceState | None = None
-        self._adjoint: AdjointState | None = None
+        self._live = False  # the state has adjoints
         self._quiet = quiet or not run.runtime.is_main
         self._nbytes = 0
-        self._local: list[int] = []  # this rank's tokens of each captured chunk
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -111,28 +105,21 @@ class PromptGroup:
             raise RuntimeError(f"group {self.name} is closed: its prefix is gone")
         self.identity.require(self.run.identity(self.prefix_ids))
 
-    def fork(self, branches: int) -> SequenceState:
-        """A state of ``branches`` continuations of the prefix (of nothing, under the conventional contract)."""
+    def fork(self, branches: int, log: bool = False) -> SequenceState:
+        """A state of ``branches`` continuations of the prefix (of nothing, under the conventional contract).
+
+        Under autograd the gradient of the prefix's live part accumulates in its adjoint, which is allocated when the
+        first replay needs it: sampling and scoring do not.
+        """
         self.check_identity()
         if self.conventional:
-            return SequenceState(branches)
+            return self.run.new_state(branches, log=log)
         assert self.state is not None
-        if torch.is_grad_enabled() and self._gradient().live_from < len(self.prefix_ids):
-            return self._adjoint_buffers().fork(branches)
-        return self.state.fork(branches)
-
-    def _adjoint_buffers(self) -> AdjointState:
-        """The adjoint of the live part, allocated when the first replay needs it: sampling and scoring do not."""
-        if self._adjoint is None:
-            assert self.state is not None
-            live_from = self._gradient().live_from
-            constant = sum(
-                n for n, (low, _) in zip(self._local, self._spans(), strict=True) if low < live_from
-            )
+        if torch.is_grad_enabled() and not self._live and self._live_from < len(self.prefix_ids):
             dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
-            self._adjoint = AdjointState(self.state, constant, dtype)
-            self._hold(self._adjoint.nbytes)
-        return self._adjoint
+            self._hold(self.state.enable_adjoints(dtype, self._live_from))
+            self._live = True
+        return self.state.fork(branches, log)
 
     def _hold(self, nbytes: int) -> None:
         self._nbytes += nbytes
@@ -146,12 +133,13 @@ class PromptGroup:
         self.check_identity()
         if self.phase is not GroupPhase.CAPTURED:
             raise RuntimeError(f"group {self.name} cannot be swept: it is {self.phase.value}")
-        if self._adjoint is not None:
-            spans = [(low, high) for low, high in self._spans() if low >= self._gradient().live_from]
-            steps = [partial(self._sweep_chunk, low, high) for low, high in reversed(spans)]
+        if self._live:
+            assert self.state is not None
+            live = [i for i, (low, _) in enumerate(self._spans()) if low >= self._live_from]
             meter = SavedBytes(self.run.core(self.model).parameters())
             with meter.measure():
-                run_schedule(self.model, steps, backward=True)
+                for batch in in_passes([partial(self._sweep_chunk, i) for i in reversed(live)], self.state, self.run):
+                    run_schedule(self.model, batch, backward=True)
             self.run.ledger.observe_peak("replay", meter.peak)
         self.phase = GroupPhase.SWEPT
 
@@ -160,26 +148,22 @@ class PromptGroup:
         if self.phase is GroupPhase.CLOSED:
             return
         fill_nan = self.run.config.replay.check_poison
-        if self._adjoint is not None:
-            self._adjoint.close(fill_nan)
         if self.state is not None:
             self.state.close(fill_nan)
         self.run.ledger.add("group", -self._nbytes)
         self._nbytes = 0
         self.phase = GroupPhase.CLOSED
 
-    def _gradient(self) -> Gradient:
-        prefix = self.run.config.prefix
-        return Gradient.of_contract(self.contract, len(self.prefix_ids), prefix.truncate_tokens)
+    @property
+    def _live_from(self) -> int:
+        """Position of the first prefix token whose state is not a constant."""
+        return live_from(self.contract, len(self.prefix_ids), self.run.config.prefix.truncate_tokens)
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Captured chunks as [low, high): every multiple of the chunk size, and the limit of the live part."""
+        """Captured chunks as [low, high): every multiple of the chunk size, the model's own cuts, the live limit."""
         count = len(self.prefix_ids)
-        cuts = {*range(0, count, self.run.config.prefix.chunk_size), count}
-        live_from = self._gradient().live_from
-        if live_from < count:
-            cuts.add(live_from)
-        return list(pairwise(sorted(cuts)))
+        cuts = {*range(0, count, self.run.config.prefix.chunk_size), count} | self.run.new_state(1).cuts(count)
+        return list(pairwise(sorted(cuts | {min(self._live_from, count)})))
 
     def capture(self) -> None:
         """Feed the prefix, chunk by chunk, without a graph. Entering the group does it; call it once otherwise."""
@@ -189,16 +173,20 @@ class PromptGroup:
         if self.conventional:
             return
         spans = self._spans()
-        core = self.run.core(self.model)
-        empty = SequenceState()
-        self._local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
-        self.state = SequenceState(reserve=sum(self._local))
+        core, empty = self.run.core(self.model), self.run.new_state(1)
+        local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
+        live = self._live_from < len(self.prefix_ids)
+        self.state = self.run.new_state(
+            1, reserve=sum(local), log=live, keep_from=self._live_from if live else None
+        )
         bar = tqdm(
             total=len(self.prefix_ids), desc=f"capture {self.name}", unit="tok", leave=False, delay=2,
             disable=self._quiet or len(spans) < _PROGRESS_CHUNKS,
         )  # fmt: skip
         with bar:
-            run_schedule(self.model, [partial(self._feed, *span, bar) for span in spans], backward=False)
+            for batch in in_passes([partial(self._feed, *span, bar) for span in spans], self.state, self.run):
+                run_schedule(self.model, batch, backward=False)
+                self.state.settle(self.run.runtime.groups.pp)
         self.state.freeze()
         self._hold(self.state.nbytes)
 
@@ -208,14 +196,13 @@ class PromptGroup:
         bar.update(high - low)
         return output, lambda _: None
 
-    def _sweep_chunk(self, low: int, high: int, model: Any) -> tuple[Tensor, Any]:
+    def _sweep_chunk(self, index: int, model: Any) -> tuple[Tensor, Any]:
         """Recompute a chunk from the state before it; its loss is <state of the chunk, its adjoint>."""
-        assert self._adjoint is not None
-        before = [n for n, (start, _) in zip(self._local, self._spans(), strict=True) if start < low]
-        first, count = sum(before), self._local[len(before)]
-        state = self._adjoint.before(first, low)
-        output = advance(model, state, [self.prefix_ids[low:high]])
+        assert self.state is not None
+        low, high = self._spans()[index]
+        again = self.state.before(index)
+        output = advance(model, again, [self.prefix_ids[low:high]])
         if self.run.core(model).post_process:
             # The last layer's output feeds nothing: only keys and values carry the prefix's gradient.
             output = output.new_zeros(())
-        return add_adjoint(output, state, self._adjoint, first, count), lambda loss: (loss, None)
+        return add_adjoint(output, again, self.state, index), lambda loss: (loss, None)

@@ -8,20 +8,23 @@ Legend: N response tokens of a micro-batch, one response after another; S those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lrl.attention.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.schedule import from_last_stage, run_schedule, sum_over_cp
-from megatron_lrl.models.head import LogprobHead
-from megatron_lrl.state import advance
-from megatron_lrl.state.advance import token_layout
+from megatron_lrl.models.head import LogprobHead, Targets
+from megatron_lrl.state import SequenceState, advance
+from megatron_lrl.state.adjoint import add_adjoint
+from megatron_lrl.state.advance import split_rounds
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """``loss(logprob_S, entropy_S, index_S)``: final-weight loss sum and metric sums of the tokens scored on this rank.
@@ -55,9 +58,11 @@ class Replay:
         """
         # Resident state is referenced, not saved; parameters and tied views are the run's.
         meter = SavedBytes([*self.run.core(self.group.model).parameters()])
-        passes = [self._pass(batch, loss) for batch, loss in zip(batches, losses, strict=True)]
+        passes = [_Pass(self, batch, loss) for batch, loss in zip(batches, losses, strict=True)]
+        metrics: list[dict[str, Tensor]] = []
         with meter.measure():
-            metrics = run_schedule(self.group.model, passes, backward=True)
+            for flight in self._flights(passes):
+                metrics += flight.gradient()
         self.run.ledger.observe_peak("replay", meter.peak)
         return metrics
 
@@ -66,46 +71,151 @@ class Replay:
 
         Returns, per batch and branch, (logprob_R, entropy_R) in float32 (float64 for float64), on the CPU.
         """
-        parts = run_schedule(self.group.model, [self._pass(batch, None) for batch in batches], backward=False)
         results = []
-        for i, batch in enumerate(batches):
-            lengths = [len(branch.ids) for branch in batch]
-            full = torch.zeros(2, sum(lengths), dtype=self.run.wide, device=self.run.runtime.device)
-            if parts:
-                values_2S, index_S = parts[i]
-                full[:, index_S] = values_2S
-            full = from_last_stage(sum_over_cp(full, self.run.runtime), self.run.runtime).cpu()
-            results.append(list(zip(full[0].split(lengths), full[1].split(lengths), strict=True)))
+        for flight in self._flights([_Pass(self, batch, None) for batch in batches]):
+            parts = flight.score()
+            for i, one in enumerate(flight.passes):
+                full = torch.zeros(2, one.targets.tokens, dtype=self.run.wide, device=self.run.runtime.device)
+                for values_2S, index_S in parts[i]:
+                    full[:, index_S] = values_2S
+                full = from_last_stage(sum_over_cp(full, self.run.runtime), self.run.runtime).cpu()
+                lengths = [len(branch.ids) for branch in one.batch]
+                results.append(list(zip(full[0].split(lengths), full[1].split(lengths), strict=True)))
         return results
 
-    def _pass(self, batch: Sequence[Branch], loss: TokenLoss | None) -> Callable[[Any], tuple[Tensor, Any]]:
-        def micro_batch(model: Any) -> tuple[Tensor, Any]:
-            group, config = self.group, self.run.config
-            prompt = group.prompt_ids if group.conventional else group.prompt_ids[-1:]
-            state = group.fork(len(batch))
-            core = self.run.core(model)
-            layout = token_layout(core, state, [len(prompt) - 1 + len(branch.ids) for branch in batch])
-            tokens = [(*prompt, *branch.ids[:-1]) for branch in batch]
-            unscored = (-1,) * (len(prompt) - 1)
-            flat = torch.tensor([t for branch in batch for t in (*unscored, *branch.ids)])
-            places = (flat >= 0).cumsum(0) - 1
-            targets_m = layout.slice_local(flat, fill=-1).to(self.run.runtime.device)
-            index_S = layout.slice_local(places, fill=-1).to(targets_m.device)[targets_m >= 0]
-            head = LogprobHead(targets_m, config.rollout.temperature, config.replay.logits_chunk)
-            output = advance(model, state, tokens, head)
+    def _flights(self, passes: list[_Pass]) -> Iterator[_Flight]:
+        """Micro-batches that are under way together.
 
-            def finish(values_2S: Tensor) -> Any:
-                if loss is None:
-                    return values_2S, index_S
-                total, metrics = loss(values_2S[0], values_2S[1].detach(), index_S)
-                if not torch.isfinite(total):
-                    names = ", ".join(str(branch.key) for branch in batch)
-                    raise NonFiniteLoss(f"the loss of {names} is {total.item()}")
-                return total, metrics
+        One round each: all of them, since a graph is freed before the next one is built. Several rounds: as many as
+        fill the pipeline, since their states stay resident between rounds.
+        """
+        state = self.run.new_state(1)
+        size = self.run.runtime.layout.pp if state.sequential else max(1, len(passes))
+        for start in range(0, len(passes), size):
+            yield _Flight(self, passes[start : start + size])
 
-            return output, finish
 
-        return micro_batch
+class _Pass:
+    """A micro-batch of responses: what is fed, what is scored, what its loss is."""
+
+    def __init__(self, replay: Replay, batch: Sequence[Branch], loss: TokenLoss | None) -> None:
+        group = replay.group
+        prompt = group.prompt_ids if group.conventional else group.prompt_ids[-1:]
+        self.batch, self.loss = batch, loss
+        self.tokens = [(*prompt, *branch.ids[:-1]) for branch in batch]
+        self.targets = Targets([len(group.prompt_ids) - 1] * len(batch), [branch.ids for branch in batch])
+
+    def finish(self, values_2S: Tensor, index_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metric sums of scored tokens."""
+        assert self.loss is not None
+        total, metrics = self.loss(values_2S[0], values_2S[1].detach(), index_S)
+        if not torch.isfinite(total):
+            names = ", ".join(str(branch.key) for branch in self.batch)
+            raise NonFiniteLoss(f"the loss of {names} is {total.item()}")
+        return total, metrics
+
+
+class _Flight:
+    """Micro-batches that go through the rounds of their state together.
+
+    A response that crosses no LastKV boundary is one round: one graph, forward and backward. One that does is fed
+    without a graph up to its last round; then its rounds are swept in reverse, one round's graph alive at a time.
+    """
+
+    def __init__(self, replay: Replay, passes: Sequence[_Pass]) -> None:
+        self.replay, self.run, self.model, self.passes = replay, replay.run, replay.group.model, passes
+        self.states: list[SequenceState] = []
+        self.feeds: list[list[Any]] = []
+
+    def score(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Per micro-batch the (values [2, S], index [S]) of each round, on the last stage."""
+        with torch.no_grad():
+            self._open(log=False)
+            found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.passes]
+            for number in range(max(map(len, self.feeds))):
+                members = [j for j, feed in enumerate(self.feeds) if number < len(feed)]
+                results = run_schedule(
+                    self.model, [partial(self._feed, j, number, True) for j in members], backward=False
+                )
+                for j, result in zip(members, results, strict=bool(results)):
+                    found[j].append(result)
+                self._settle(members)
+        self._close()
+        return found
+
+    def gradient(self) -> list[dict[str, Tensor]]:
+        """Add the micro-batches' gradient to the buffers."""
+        with torch.enable_grad():
+            self._open(log=True)
+        rounds = max(map(len, self.feeds))
+        for number in range(rounds - 1):
+            members = [j for j, feed in enumerate(self.feeds) if number < len(feed) - 1]
+            run_schedule(self.model, [partial(self._feed, j, number, False) for j in members], backward=False)
+            self._settle(members)
+        adjoint_bytes = 0
+        if rounds > 1:
+            dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
+            adjoint_bytes = sum(state.enable_adjoints(dtype) for state in self.states)
+        tail = adjoint_bytes + sum(state.nbytes for state in self.states)
+        self.run.ledger.add("replay", tail)
+        metrics: list[dict[str, Tensor]] = []
+        for number in reversed(range(rounds)):
+            members = [j for j, feed in enumerate(self.feeds) if number < len(feed)]
+            for j in members:
+                if number < len(self.feeds[j]) - 1:
+                    self.states[j].collect_adjoints(number, self.run.runtime.groups.pp)
+            steps = [partial(self._sweep, j, number) for j in members]
+            metrics += run_schedule(self.model, steps, backward=True)
+        self.run.ledger.add("replay", -tail)
+        self._close()
+        return metrics
+
+    def _open(self, log: bool) -> None:
+        group, config = self.replay.group, self.run.config
+        self.config = config
+        for one in self.passes:
+            state = group.fork(len(one.batch), log)
+            self.states.append(state)
+            # A whole graph through all rounds is the conventional contract, where stages need no exchange.
+            whole = group.conventional and log and self.run.runtime.layout.pp == 1
+            self.feeds.append([one.tokens] if whole else split_rounds(state, one.tokens))
+
+    def _close(self) -> None:
+        for state in self.states:
+            state.close(self.config.replay.check_poison)
+
+    def _settle(self, members: Sequence[int]) -> None:
+        for j in members:
+            self.states[j].settle(self.run.runtime.groups.pp)
+
+    def _head(self, j: int) -> LogprobHead:
+        return LogprobHead(
+            self.passes[j].targets, self.config.rollout.temperature, self.config.replay.logits_chunk
+        )
+
+    def _feed(self, j: int, number: int, scored: bool, model: Any) -> tuple[Tensor, Any]:
+        """A round without a graph."""
+        head = self._head(j) if scored else None
+        output = advance(model, self.states[j], self.feeds[j][number], head)
+        return output, lambda values_2S: (values_2S, head.index_S) if head else None
+
+    def _sweep(self, j: int, number: int, model: Any) -> tuple[Tensor, Any]:
+        """A round with its graph: the loss of its tokens, and the adjoint of its state if later rounds read it."""
+        state, last = self.states[j], number == len(self.feeds[j]) - 1
+        # A view, gone after this call: only autograd holds the graph, and the schedule frees it after the backward.
+        again = state.before(number)
+        head = self._head(j)
+        output = advance(model, again, self.feeds[j][number], head)
+        if last:
+            return output, lambda values_2S: self.passes[j].finish(values_2S, head.index_S)
+        if not self.run.core(model).post_process:
+            return add_adjoint(output, again, state, number), None
+
+        def finish(values_2S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            total, metrics = self.passes[j].finish(values_2S, head.index_S)
+            return add_adjoint(total, again, state, number), metrics
+
+        return output, finish
 
 
 def batches_of(branches: Iterable[Branch], size: int) -> list[list[Branch]]:

@@ -19,6 +19,7 @@ from megatron_lrl.models.build import PolicyModel, build_model, check_layout
 from megatron_lrl.models.hf_config import Architecture, describe_rope, read_architecture
 from megatron_lrl.runtime import DTYPES, Runtime
 from megatron_lrl.settings import Config
+from megatron_lrl.state import SequenceState
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,16 @@ class Run:
             routing="dense",
             layout=f"tp{layout.tp} cp{layout.cp} pp{layout.pp} sp{int(core.config.sequence_parallel)}",
         )
+
+    def new_state(
+        self, branches: int, *, reserve: int = 0, log: bool = False, keep_from: int | None = None
+    ) -> SequenceState:
+        """An empty state of the model's attention kind; see `SequenceState`.
+
+        ``keep_from``: what a later sweep of tokens from this position on needs is kept, where that is more than
+        attention itself needs (LastKV's own-layer keys and values).
+        """
+        return SequenceState(branches, reserve=reserve, log=log)
 
     def update_window(self) -> UpdateWindow:
         """A new window at the current model version."""

@@ -56,6 +56,16 @@ def run_schedule(model: Any, micro_batches: Sequence[MicroBatch], backward: bool
         )
 
 
+def in_passes(steps: Sequence[MicroBatch], state: Any, run: Any) -> list[list[MicroBatch]]:
+    """Micro-batches of one sequence as lists that may run in one schedule.
+
+    All at once fill a pipeline; a state whose passes wait for the last stage's result gets one pass at a time.
+    """
+    if state.sequential and run.runtime.layout.pp > 1:
+        return [[step] for step in steps]
+    return [list(steps)] if steps else []
+
+
 def sum_over_cp(value: Tensor, runtime: Runtime) -> Tensor:
     """Sum a last-stage tensor over context-parallel ranks, in place."""
     if runtime.layout.cp > 1 and runtime.is_last_stage:

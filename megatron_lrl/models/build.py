@@ -29,9 +29,9 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_lrl.attention.core import SegmentCoreAttention  # noqa: E402
+from megatron_lrl.models.layer import PolicyLayer  # noqa: E402
 from megatron_lrl.models.norm import RMSNorm  # noqa: E402
 from megatron_lrl.models.rotary import PositionRotaryEmbedding  # noqa: E402
 
@@ -104,7 +104,7 @@ def layer_spec(arch: Architecture, transformer_engine: bool) -> TransformerBlock
         if arch.attention_output_bias:
             submodules.self_attention.submodules.linear_proj = RowParallelLinearWithBias
     submodules.self_attention.submodules.core_attention = SegmentCoreAttention
-    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+    return ModuleSpec(module=PolicyLayer, submodules=submodules)
 
 
 class PolicyModel(GPTModel):

@@ -9,6 +9,8 @@ Legend: m slots of this rank, n selected rows, H hidden size, V vocabulary, v = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_lrl.attention.exchange import gather_tokens
+from megatron_lrl.attention.layout import TokenLayout
 
 
 def all_rows(hidden_smh: Tensor, model: Any) -> Tensor:
@@ -142,27 +145,65 @@ def _reduce(x: Tensor, op: Any, group: Any) -> None:
         dist.all_reduce(x, op=op, group=group)
 
 
-class LogprobHead:
-    """`advance` head: log-probabilities and entropies of the rows that have a target.
+class Targets:
+    """What each response token's predecessor must predict, by absolute position.
 
-    ``targets_m``: for each of this rank's slots the id it should predict, or -1. The result is [2, n] for the n slots
-    with a target, in slot order: row 0 differentiable log-probabilities, row 1 entropies.
+    Branch j's token at position ``first[j] + i`` is scored on ``ids[j][i]``. Positions, not places in a batch, so that an
+    advance may be cut in any way.
     """
 
-    def __init__(self, targets_m: Tensor, temperature: float, chunk: int) -> None:
-        self.targets_m, self.temperature, self.chunk = targets_m, temperature, chunk
+    def __init__(self, first: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
+        self.first, self.ids = tuple(first), [torch.as_tensor(branch, dtype=torch.long) for branch in ids]
+        self.offsets = (0, *accumulate(len(branch) for branch in ids))
 
-    def __call__(self, hidden_smh: Tensor, layout: Any, model: Any) -> Tensor:
-        rows = (self.targets_m >= 0).nonzero().squeeze(-1)
+    @property
+    def tokens(self) -> int:
+        """N: response tokens of all branches."""
+        return self.offsets[-1]
+
+    def local(self, layout: TokenLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's scored slots: rows_S in its slice, target_S, and index_S among the N response tokens."""
+        flat = torch.full((layout.tokens,), -1)
+        index = torch.full((layout.tokens,), -1)
+        for j, (start, length) in enumerate(zip(layout.starts, layout.lengths, strict=True)):
+            low, high = max(0, start - self.first[j]), min(len(self.ids[j]), start + length - self.first[j])
+            if low < high:
+                place = layout.offsets[j] + self.first[j] + low - start
+                flat[place : place + high - low] = self.ids[j][low:high]
+                index[place : place + high - low] = torch.arange(low, high) + self.offsets[j]
+        targets_m, index_m = layout.slice_local(flat, fill=-1), layout.slice_local(index, fill=-1)
+        rows_S = (targets_m >= 0).nonzero().squeeze(-1)
+        return rows_S, targets_m[rows_S], index_m[rows_S]
+
+
+class LogprobHead:
+    """`advance` head: log-probabilities and entropies of the tokens that have a target.
+
+    The result is [2, S] for the S scored slots of this rank: row 0 differentiable log-probabilities, row 1 entropies.
+    ``index_S`` then says which of the N response tokens they are.
+    """
+
+    def __init__(self, targets: Targets, temperature: float, chunk: int) -> None:
+        self.targets, self.temperature, self.chunk = targets, temperature, chunk
+        self._indices: list[Tensor] = []
+
+    @property
+    def index_S(self) -> Tensor:
+        """Places among the N response tokens of everything scored so far, in the order of the results."""
+        return torch.cat(self._indices)
+
+    def __call__(self, hidden_smh: Tensor, layout: TokenLayout, model: Any) -> Tensor:
+        rows_S, target_S, index_S = (x.to(hidden_smh.device) for x in self.targets.local(layout))
+        self._indices.append(index_S)
         # Rows are selected even when there are none, so that every rank takes part in the backward's collectives.
-        hidden_nH = all_rows(hidden_smh, model).index_select(0, rows)
-        logprob_n, entropy_n = policy_logprobs(
-            hidden_nH,
+        hidden_SH = all_rows(hidden_smh, model).index_select(0, rows_S)
+        logprob_S, entropy_S = policy_logprobs(
+            hidden_SH,
             output_weight(model),
-            self.targets_m.index_select(0, rows),
+            target_S,
             vocab_size=model.arch.vocab_size,
             temperature=self.temperature,
             tp_group=model.pg_collection.tp,
             chunk=self.chunk,
         )
-        return torch.stack([logprob_n, entropy_n])
+        return torch.stack([logprob_S, entropy_S])

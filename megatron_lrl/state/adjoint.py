@@ -1,86 +1,22 @@
-"""The adjoint of a resident prefix: gradients of its keys and values, and how they flow back into the prefix.
+"""How the adjoint of resident state flows back into the tokens it came from.
 
-Because the prefix is shared, one pass over it serves all branches: replays add to the adjoint; then chunks are taken in
-reverse, each recomputed under autograd from the state before it, and ``sum <state of the chunk, its adjoint>`` is
-backpropagated, which adds to the adjoints of earlier chunks and to the parameters' gradients.
+Because a prefix is shared, one pass over it serves all branches: replays add to its pages' adjoints; then its chunks
+are taken in reverse, each recomputed under autograd from the state before it, and ``sum <state of the chunk, its
+adjoint>`` is backpropagated, which adds to the adjoints of earlier chunks and to the parameters' gradients. The rounds
+of a response that crosses LastKV boundaries are swept by the same code.
 
-Legend: b = 1 branch, h KV heads, t tokens of this rank, d head dim; m slots of a chunk on this rank.
+Legend: m slots of an advance on this rank, h KV heads, d head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lrl.attention.segment import Adjoint, Block
-from megatron_lrl.state.kv import KVLayer, poison
 from megatron_lrl.state.sequence import SequenceState
-
-
-class AdjointState:
-    """Adjoint buffers over a frozen prefix, from the first live token of this rank on."""
-
-    def __init__(self, prefix: SequenceState, constant_tokens: int, dtype: torch.dtype) -> None:
-        """``constant_tokens`` of this rank's oldest tokens are constant; the rest get buffers of ``dtype``."""
-        self.prefix, self.constant = prefix, constant_tokens
-        self._buffers: dict[int, Adjoint] = {}
-        for number, layer in prefix.layers():
-            for block in layer.blocks():
-                k, v = (x[:, :, constant_tokens:] for x in (block.k_bhtd, block.v_bhtd))
-                self._buffers[number] = Adjoint(
-                    torch.zeros(k.shape, dtype=dtype, device=k.device),
-                    torch.zeros(v.shape, dtype=dtype, device=v.device),
-                )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.dk_bhtd.nbytes + a.dv_bhtd.nbytes for a in self._buffers.values())
-
-    def fork(self, branches: int) -> SequenceState:
-        """Continuations of the whole prefix whose key and value gradients accumulate here."""
-        return self._view(None, branches, self.prefix.counts[0])
-
-    def before(self, tokens: int, position: int) -> SequenceState:
-        """The state as it was when this rank had ``tokens`` tokens and the next one stood at ``position``."""
-        return self._view(tokens, 1, position)
-
-    def rows(
-        self, number: int, first: int, count: int, like_mhd: Sequence[Tensor], device: torch.device
-    ) -> list[Tensor]:
-        """A layer's adjoints of this rank's ``count`` tokens from ``first`` on, padded with zeros to [m, h, d]."""
-        out = [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in like_mhd]
-        if count:
-            adjoint = self._buffers[number]
-            low = first - self.constant
-            for x_mhd, total in zip(out, (adjoint.dk_bhtd, adjoint.dv_bhtd), strict=True):
-                x_mhd[:count] = total[0, :, low : low + count].transpose(0, 1)
-        return out
-
-    def close(self, fill_nan: bool) -> None:
-        if fill_nan:
-            poison(x for a in self._buffers.values() for x in (a.dk_bhtd, a.dv_bhtd))
-        self._buffers.clear()
-
-    def _view(self, tokens: int | None, branches: int, position: int) -> SequenceState:
-        layers = {}
-        for number, layer in self.prefix.layers():
-            blocks: list[Block] = []
-            for block in layer.blocks():
-                end = block.k_bhtd.shape[2] if tokens is None else tokens
-                adjoint = self._buffers[number]
-                live = max(0, end - self.constant)
-                for low, high, sink in (
-                    (0, min(end, self.constant), None),
-                    (self.constant, end, Adjoint(adjoint.dk_bhtd[:, :, :live], adjoint.dv_bhtd[:, :, :live])),
-                ):
-                    if low < high:
-                        k, v = block.k_bhtd[:, :, low:high], block.v_bhtd[:, :, low:high]
-                        blocks.append(Block(k, v, True, 0, sink))
-            layers[number] = KVLayer(blocks)
-        return SequenceState.over(self.prefix, layers, branches, position)
 
 
 class _AddAdjoint(torch.autograd.Function):
@@ -100,25 +36,31 @@ class _AddAdjoint(torch.autograd.Function):
         return (doutput, None, *ctx.read())
 
 
-def add_adjoint(
-    output: Tensor, chunk: SequenceState, adjoint: AdjointState, first: int, count: int
-) -> Tensor:
-    """``output``, with the chunk's keys and values of every layer of this stage attached to their adjoints.
+def add_adjoint(output: Tensor, again: SequenceState, state: SequenceState, number: int) -> Tensor:
+    """``output``, with the recomputed keys and values of an advance attached to their adjoints.
 
-    ``chunk``: the state just advanced under autograd from `AdjointState.before`; its tokens are this rank's ``count``
-    tokens from ``first`` on. Every rank attaches all its slots, padding included, so that all ranks meet in the
-    backward's collectives.
+    ``again``: `state.before(number)` after it was advanced under autograd by the same tokens. Every rank attaches all its
+    slots, padding included (with zero gradient), so that all ranks meet in the backward's collectives.
     """
     tensors: list[Tensor] = []
-    shapes: list[tuple[int, list[Tensor]]] = []
-    for number, layer in chunk.layers():
-        assert layer.newest is not None
-        tensors += layer.newest
-        # Only shapes and dtypes travel to the backward: `empty` on the meta device holds no bytes and no graph.
-        shapes.append((number, [torch.empty_like(x, device="meta") for x in layer.newest]))
+    places: list[tuple[int, tuple[Tensor, Tensor]]] = []
+    for key, layer in again.layers():
+        if layer.newest is not None:
+            tensors += layer.newest
+            # Only shapes and dtypes travel to the backward: no bytes and no graph.
+            k_mhd, v_mhd = (torch.empty_like(x, device="meta") for x in layer.newest)
+            places.append((key, (k_mhd, v_mhd)))
     device = output.device
 
     def read() -> list[Tensor]:
-        return [x for number, like in shapes for x in adjoint.rows(number, first, count, like, device)]
+        gradients: list[Tensor] = []
+        for key, like in places:
+            k_mhd, v_mhd = (torch.zeros(x.shape, dtype=x.dtype, device=device) for x in like)
+            rounds = state.layer(key).rounds
+            assert rounds is not None
+            for entry in rounds[number]:
+                entry.adjoint_rows(k_mhd, v_mhd)
+            gradients += [k_mhd, v_mhd]
+        return gradients
 
     return _AddAdjoint.apply(output, read, *tensors)

@@ -6,6 +6,7 @@ Capture, sampling, scoring and replay all call it; it has no mode. Whether a gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from megatron_lrl.attention.layout import TokenLayout
 from megatron_lrl.state.sequence import SequenceState
 
 Head = Callable[..., Tensor]
-"""Called on the last stage as ``head(hidden_smh, layout, model)``: turns final hidden states into the output."""
+"""Called on the last stage as ``head(hidden_smh, layout, model)``: turns final hidden states into the output.
+An advance that is cut into rounds calls it once per round and joins the results along their last axis."""
+
+Tokens = Sequence[int] | Tensor
 
 
 class AdvanceContext(PackedSeqParams):
@@ -27,10 +31,19 @@ class AdvanceContext(PackedSeqParams):
         self.state, self.layout, self.kv_cp_group = state, layout, cp_group
         self.positions_m = layout.positions(device)
 
-    def attend(self, layer_number: int, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer_number: int,
+        q_mHd: Tensor,
+        k_mhd: Tensor,
+        v_mhd: Tensor,
+        scale: float,
+        gate_h: Tensor | None = None,
+    ) -> Tensor:
         """Called by `SegmentCoreAttention`: the layer's state attends and grows."""
-        layer = self.state.layer(layer_number)
-        return layer.attend(q_mHd, k_mhd, v_mhd, self.layout, scale, self.kv_cp_group)
+        return self.state.attend(
+            layer_number, q_mHd, k_mhd, v_mhd, self.layout, scale, self.kv_cp_group, gate_h
+        )
 
 
 def token_layout(model: Any, state: SequenceState, lengths: Sequence[int]) -> TokenLayout:
@@ -45,9 +58,17 @@ def token_layout(model: Any, state: SequenceState, lengths: Sequence[int]) -> To
     )
 
 
-def advance(
-    model: Any, state: SequenceState, tokens: Sequence[Sequence[int] | Tensor], head: Head | None = None
-) -> Tensor:
+def split_rounds(state: SequenceState, tokens: Sequence[Tokens]) -> list[list[Tokens]]:
+    """The tokens of each pass over the model that an advance by ``tokens`` takes."""
+    rounds = state.rounds([len(branch) for branch in tokens])
+    ends = [list(accumulate(lengths)) for lengths in zip(*rounds, strict=True)]
+    return [
+        [branch[end[i] - lengths[j] : end[i]] for j, (branch, end) in enumerate(zip(tokens, ends, strict=True))]
+        for i, lengths in enumerate(rounds)
+    ]
+
+
+def advance(model: Any, state: SequenceState, tokens: Sequence[Tokens], head: Head | None = None) -> Tensor:
     """Feed ``tokens[i]`` to branch i and grow the state by them.
 
     Args:
@@ -59,14 +80,36 @@ def advance(
 
     Returns: the head's output on the last stage, hidden states [m / tp, 1, hidden] for the next stage elsewhere.
 
-    Under context parallelism every rank passes the same tokens and computes its slice.
+    Under context parallelism every rank passes the same tokens and computes its slice. With pipeline parallelism the
+    caller feeds one round at a time (`split_rounds`) and settles the state between them.
     """
     state.check_open()
     core = model.module if hasattr(model, "module") else model
     lengths = [len(branch) for branch in tokens]
     if len(lengths) != state.branches or not sum(lengths):
         raise ValueError(f"expected tokens for {state.branches} branches, got lengths {lengths}")
-    layout = token_layout(core, state, lengths)
+    rounds = split_rounds(state, tokens)
+    pp_group = core.pg_collection.pp
+    if len(rounds) > 1 and pp_group.size() > 1:
+        raise ValueError("under pipeline parallelism an advance takes one round: use split_rounds and settle")
+    outputs = []
+    try:
+        for part in rounds:
+            outputs.append(_pass(model, core, state, part, head))
+            if pp_group.size() == 1:
+                state.settle(pp_group)
+    except BaseException:
+        # Some layers have grown and others have not: this state must not be read again.
+        state.close()
+        raise
+    if len(outputs) == 1 or head is None:
+        return outputs[-1]
+    return torch.cat(outputs, dim=-1)
+
+
+def _pass(model: Any, core: Any, state: SequenceState, tokens: Sequence[Tokens], head: Head | None) -> Tensor:
+    """One pass over the model."""
+    layout = token_layout(core, state, [len(branch) for branch in tokens])
     device = core.rotary_pos_emb.inv_freq.device
     flat = torch.cat([torch.as_tensor(branch, dtype=torch.long) for branch in tokens]).to(device)
     context = AdvanceContext(state, layout, core.pg_collection.cp, device)
@@ -74,17 +117,12 @@ def advance(
     def process(*, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states if head is None else head(hidden_states, layout, core)
 
-    try:
-        output = model(
-            input_ids=layout.slice_local(flat).unsqueeze(0),
-            position_ids=None,
-            attention_mask=None,
-            packed_seq_params=context,
-            output_processor=process,
-        )
-    except BaseException:
-        # Some layers have grown and others have not: this state must not be read again.
-        state.close()
-        raise
+    output = model(
+        input_ids=layout.slice_local(flat).unsqueeze(0),
+        position_ids=None,
+        attention_mask=None,
+        packed_seq_params=context,
+        output_processor=process,
+    )
     state.grow(layout.lengths)
     return output

@@ -1,136 +1,107 @@
-"""Keys and values of one attention layer on this rank: append-only blocks, forked cheaply.
+"""Keys and values of one attention layer on this rank: what it shares with a prefix, and what it grows itself.
 
-Legend: m this rank's new slots, h KV heads of this tp rank, d head dim; b branches, t tokens of a block.
+Legend: m this rank's new slots, H query heads, h KV heads of this tp rank, d head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lrl.attention.layout import Piece, TokenLayout
 from megatron_lrl.attention.segment import Block, segment_attention
+from megatron_lrl.state.pages import Entry, Page, PageSlice, piece_of
 
 _GROWTH = 64
-"""Smallest capacity, in tokens, of a block that grows by decoding."""
-
-
-class _OwnBlock:
-    """A block this layer appends to. Without autograd it has spare capacity and is written in place."""
-
-    def __init__(self, piece: Piece, k_bhtd: Tensor, v_bhtd: Tensor, capacity: int) -> None:
-        self.branch, self.branches, self.length = piece.branch, piece.branches, piece.length
-        self.writable = capacity > 0
-        if self.writable:
-            b, h, t, d = k_bhtd.shape
-            self.k_bhtd = k_bhtd.new_empty(b, h, capacity, d)
-            self.v_bhtd = v_bhtd.new_empty(b, h, capacity, v_bhtd.shape[-1])
-            self.k_bhtd[:, :, :t] = k_bhtd
-            self.v_bhtd[:, :, :t] = v_bhtd
-        else:
-            self.k_bhtd, self.v_bhtd = k_bhtd, v_bhtd
-
-    def fits(self, piece: Piece) -> bool:
-        return (
-            self.writable
-            and (self.branch, self.branches) == (piece.branch, piece.branches)
-            and self.length + piece.length <= self.k_bhtd.shape[2]
-        )
-
-    def write(self, k_bhtd: Tensor, v_bhtd: Tensor) -> None:
-        end = self.length + k_bhtd.shape[2]
-        self.k_bhtd[:, :, self.length : end] = k_bhtd
-        self.v_bhtd[:, :, self.length : end] = v_bhtd
-        self.length = end
-
-    def select(self, rows: list[int], branch: int) -> None:
-        """Keep these rows, the first of which becomes ``branch``; they stay neighbours."""
-        index = torch.tensor(rows, device=self.k_bhtd.device)
-        self.k_bhtd, self.v_bhtd = (x.index_select(0, index) for x in (self.k_bhtd, self.v_bhtd))
-        self.branch, self.branches = branch, len(rows)
-
-    def view(self, shared: bool) -> Block:
-        k, v = self.k_bhtd[:, :, : self.length], self.v_bhtd[:, :, : self.length]
-        return Block(k, v, shared, self.branch)
+"""Smallest capacity, in tokens, of a page that follows a full one in decoding."""
 
 
 class KVLayer:
-    """Resident state of one full-attention layer: frozen shared blocks and this state's own blocks."""
+    """Resident state of one full-attention layer.
 
-    def __init__(self, shared: Sequence[Block] = (), reserve: int = 0) -> None:
+    ``past`` are slices of pages that belong to another state (a prefix, or this state at an earlier time); ``own`` are
+    the pages it appends to. With ``log`` every advance's pieces are remembered, so that `before` can go back in time.
+    """
+
+    def __init__(self, past: Sequence[PageSlice] = (), reserve: int = 0, log: bool = False) -> None:
         """``reserve``: tokens of this rank to make room for at the first append."""
-        self.shared = tuple(shared)
-        self.own: list[_OwnBlock] = []
-        self.reserve = reserve
+        self.past = tuple(past)
+        self.own: list[Page] = []
+        self.rounds: list[list[Entry]] | None = [] if log else None
         self.newest: tuple[Tensor, Tensor] | None = None  # k_mhd, v_mhd of the last advance, if they are live
+        self._reserve = reserve
 
     def attend(
         self, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout, scale: float, cp_group: Any
     ) -> Tensor:
         """Attention over everything resident and the new tokens, which then become resident. Returns o_mHd."""
         o_mHd = segment_attention(q_mHd, k_mhd, v_mhd, layout, self.blocks(), scale, cp_group)
-        self._append(k_mhd, v_mhd, layout.pieces)
+        self.append(k_mhd, v_mhd, layout.pieces)
         return o_mHd
 
-    def blocks(self) -> list[Block]:
-        return [*self.shared, *(block.view(shared=False) for block in self.own)]
+    def slices(self) -> list[PageSlice]:
+        """Everything this layer remembers, oldest first."""
+        return [*self.past, *(PageSlice(page, page.length, shared=False) for page in self.own)]
 
-    def fork(self) -> KVLayer:
-        """A layer whose branches all read this one's tokens."""
-        if any(block.branches > 1 for block in self.own):
+    def blocks(self) -> list[Block]:
+        return [block for part in self.slices() for block in part.blocks()]
+
+    def shared_slices(self) -> list[PageSlice]:
+        """The same as one sequence that all branches of a fork read. Raises ValueError for more than one branch."""
+        if any(page.branches > 1 or page.branch for page in self.own):
             raise ValueError("only a state of one branch can be forked")
-        return KVLayer([*self.shared, *(block.view(shared=True) for block in self.own)])
+        return [*self.past, *(PageSlice(page, page.length, shared=True) for page in self.own)]
+
+    def slices_before(self, number: int) -> list[PageSlice]:
+        """What this layer remembered before its advance ``number`` (0-based)."""
+        assert self.rounds is not None, "the state was made without a log"
+        lengths: dict[int, tuple[Page, int]] = {}
+        for entries in self.rounds[:number]:
+            for entry in entries:
+                lengths[id(entry.page)] = (entry.page, entry.row + entry.piece.length)
+        return [*self.past, *(PageSlice(page, stop, shared=False) for page, stop in lengths.values())]
 
     def keep(self, branches: Sequence[int]) -> None:
         """Drop all branches but these (ascending), which become 0, 1, ...; only without autograd."""
         place = {branch: i for i, branch in enumerate(branches)}
         kept = []
-        for block in self.own:
-            rows = [row for row in range(block.branches) if block.branch + row in place]
+        for page in self.own:
+            rows = [row for row in range(page.branches) if page.branch + row in place]
             if rows:
-                block.select(rows, place[block.branch + rows[0]])
-                kept.append(block)
+                page.select(rows, place[page.branch + rows[0]])
+                kept.append(page)
         self.own = kept
 
-    def tensors(self) -> Iterable[Tensor]:
-        """Storage that this layer alone owns (what it forked from is counted where it was captured)."""
-        for block in self.own:
-            yield block.k_bhtd
-            yield block.v_bhtd
+    def tensors(self) -> Iterator[Tensor]:
+        """Storage that this layer alone owns (what it shares is counted where it was captured)."""
+        for page in self.own:
+            yield from page.tensors()
 
     def clear(self) -> None:
-        self.shared, self.own, self.newest = (), [], None
+        self.past, self.own, self.newest, self.rounds = (), [], None, None
 
-    def _append(self, k_mhd: Tensor, v_mhd: Tensor, pieces: Iterable[Piece]) -> None:
+    def append(self, k_mhd: Tensor, v_mhd: Tensor, pieces: Iterable[Piece], chunk: int = 0) -> None:
+        """Make new tokens resident."""
         live = k_mhd.requires_grad or v_mhd.requires_grad
         self.newest = (k_mhd, v_mhd) if live else None
-        for piece in pieces:
-            k_bhtd, v_bhtd = _piece(k_mhd, piece), _piece(v_mhd, piece)
-            target = next((block for block in self.own if not live and block.fits(piece)), None)
-            if target is not None:
-                target.write(k_bhtd, v_bhtd)
-                continue
-            capacity = 0 if live else max(self.reserve, piece.length)
-            same = [b.length for b in self.own if (b.branch, b.branches) == (piece.branch, piece.branches)]
-            if capacity and (same or piece.length == 1):
-                # A decode, starting or outgrowing its block: double, so that blocks stay few.
-                capacity = max(capacity, sum(same), _GROWTH)
-            self.reserve = 0
-            self.own.append(_OwnBlock(piece, k_bhtd, v_bhtd, capacity))
+        entries = [self._put(piece_of(k_mhd, p), piece_of(v_mhd, p), p, chunk, live) for p in pieces]
+        if self.rounds is not None:
+            self.rounds.append(entries)
 
-
-def _piece(x_mhd: Tensor, piece: Piece) -> Tensor:
-    """[m, h, d] -> the piece's [b, h, t, d], a view."""
-    run = x_mhd[piece.start : piece.start + piece.branches * piece.length]
-    return run.view(piece.branches, piece.length, *x_mhd.shape[1:]).transpose(1, 2)
-
-
-def poison(tensors: Iterable[Tensor]) -> None:
-    """Fill with NaN: a stale read fails loudly."""
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            with torch.no_grad():
-                tensor.fill_(float("nan"))
+    def _put(self, k_bhtd: Tensor, v_bhtd: Tensor, piece: Piece, chunk: int, live: bool) -> Entry:
+        target = next((page for page in self.own if not live and page.fits(piece, chunk)), None)
+        if target is not None:
+            row = target.length
+            target.write(k_bhtd, v_bhtd)
+            return Entry(target, row, piece)
+        capacity = 0 if live else max(self._reserve, piece.length)
+        before = [p.length for p in self.own if (p.branch, p.branches) == (piece.branch, piece.branches)]
+        if capacity and before:
+            # Decoding outgrew its page: double, so that pages stay few.
+            capacity = max(capacity, sum(before), _GROWTH)
+        self._reserve = 0
+        page = Page(piece, k_bhtd, v_bhtd, capacity, chunk)
+        self.own.append(page)
+        return Entry(page, 0, piece)

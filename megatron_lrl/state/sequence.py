@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from megatron_lrl.state.kv import KVLayer, poison
+from megatron_lrl.attention.layout import TokenLayout
+from megatron_lrl.state.kv import KVLayer
+from megatron_lrl.state.pages import PageSlice, poison
 
 
 class Phase(Enum):
@@ -22,15 +26,17 @@ class Phase(Enum):
 
 
 class SequenceState:
-    """What the model remembers of the tokens fed so far, for one or more branches.
+    """What the model remembers of the tokens fed so far, for one or more branches, under full attention.
 
-    Append-only. A fork shares the tokens of a one-branch state and owns what comes after.
+    Append-only. A fork shares the tokens of a one-branch state and owns what comes after. Other attention kinds are
+    subclasses: they say where an advance must be cut (`rounds`) and how a layer attends.
     """
 
-    def __init__(self, branches: int = 1, start: int = 0, reserve: int = 0) -> None:
+    def __init__(self, branches: int = 1, start: int = 0, reserve: int = 0, log: bool = False) -> None:
         """An empty state of ``branches`` sequences whose first token will stand at position ``start``.
 
-        ``reserve``: tokens this rank will own, if known, so that they lie in one block.
+        ``reserve``: tokens this rank will own, if known, so that they lie in one page. ``log``: remember each advance,
+        so that `before` can go back to it.
         """
         if branches < 1:
             raise ValueError(f"a state holds at least one branch, not {branches}")
@@ -38,50 +44,84 @@ class SequenceState:
         self.phase = Phase.OPEN
         self._layers: dict[int, KVLayer] = {}
         self._parent: SequenceState | None = None
-        self._reserve = reserve
+        self._reserve, self._log = reserve, log
+        self._history: list[tuple[int, ...]] = []  # counts before each advance
 
     @property
     def branches(self) -> int:
         return len(self.counts)
 
+    def rounds(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        """How an advance by ``lengths`` must be cut: tokens per branch of each pass over the model."""
+        return [tuple(lengths)]
+
+    def cuts(self, count: int) -> set[int]:
+        """Positions below ``count`` where a capture from position 0 must be cut (none, under full attention)."""
+        return set()
+
+    sequential = False
+    """Whether a pass needs what the last pipeline stage computed in the one before it."""
+
+    def settle(self, pp_group: Any) -> None:
+        """After a pass: the last stage hands out what other stages need of the state. Collective over the stages."""
+
+    def collect_adjoints(self, number: int, pp_group: Any) -> None:
+        """Before advance ``number`` is swept: its tokens' adjoints return to the stage that computed them. Collective."""
+
+    def attend(
+        self,
+        number: int,
+        q_mHd: Tensor,
+        k_mhd: Tensor,
+        v_mhd: Tensor,
+        layout: TokenLayout,
+        scale: float,
+        cp_group: Any,
+        gate_h: Tensor | None = None,
+    ) -> Tensor:
+        """Layer ``number`` (1-based, global) attends over its state and the new tokens, and grows. Returns o_mHd."""
+        return self.layer(number).attend(q_mHd, k_mhd, v_mhd, layout, scale, cp_group)
+
     def layer(self, number: int) -> KVLayer:
-        """State of the layer with this (1-based, global) number; created at first use."""
+        """State of a layer; created at first use."""
         self._check_readable()
         if number not in self._layers:
-            if self._parent is not None:
-                self._layers[number] = self._parent.layer(number).fork()
-            else:
-                self._layers[number] = KVLayer(reserve=self._reserve)
+            past = () if self._parent is None else self._parent.layer(number).shared_slices()
+            self._layers[number] = self._new_layer(number, past)
         return self._layers[number]
 
     def layers(self) -> Iterator[tuple[int, KVLayer]]:
-        """(number, state) of every layer that has processed tokens on this rank."""
+        """(number, state) of every layer that has state on this rank."""
         self._check_readable()
         yield from self._layers.items()
 
-    @classmethod
-    def over(
-        cls, parent: SequenceState, layers: dict[int, KVLayer], branches: int, position: int
-    ) -> SequenceState:
-        """``branches`` continuations of layer states that are views of ``parent``; they die with it."""
-        state = cls(branches, position)
-        state._parent, state._layers = parent, layers
-        return state
-
-    def freeze(self) -> SequenceState:
+    def freeze(self) -> Self:
         """No more growth; from now on only forks read it."""
         self._check_readable()
         self.phase = Phase.FROZEN
         return self
 
-    def fork(self, branches: int) -> SequenceState:
+    def fork(self, branches: int, log: bool = False) -> Self:
         """``branches`` continuations of this (frozen, one-branch) state that share its tokens."""
         self._check_readable()
         if self.phase is not Phase.FROZEN or self.branches != 1:
             raise ValueError(f"fork a frozen state of one branch, not a {self.phase.value} one of {self.branches}")
-        child = SequenceState(branches, self.counts[0])
+        child = self._empty(branches, self.counts[0], log)
         child._parent = self
         return child
+
+    def before(self, number: int) -> Self:
+        """This state as it was before its advance ``number`` (the number of advances so far: as it is).
+
+        Growing it leaves this state alone; it dies with this state.
+        """
+        self._check_readable()
+        state = self._empty(self.branches, 0, False)
+        state.counts = list([*self._history, self.counts][number])
+        state._parent = self
+        for key, layer in self._layers.items():
+            state._layers[key] = state._new_layer(key, self._slices_before(key, layer, number))
+        return state
 
     def keep(self, branches: Sequence[int]) -> None:
         """Drop all branches but these (ascending); they become branches 0, 1, ..."""
@@ -92,6 +132,18 @@ class SequenceState:
             layer.keep(branches)
         self.counts = [self.counts[branch] for branch in branches]
 
+    def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0) -> int:
+        """Give every page this state owns a gradient buffer, for tokens at positions >= ``live_from``.
+
+        ``live_from`` must be where an advance of this (logged) state began, or its end. Returns the bytes allocated.
+        """
+        total = 0
+        first = next((i for i, counts in enumerate(self._history) if counts[0] >= live_from), None)
+        for _, layer in self.layers():
+            for page in layer.own:
+                total += page.enable_adjoint(dtype, _constant_tokens(layer, page, first))
+        return total
+
     def tensors(self) -> Iterator[Tensor]:
         """Storage owned by this state alone, each tensor once."""
         for layer in self._layers.values():
@@ -99,7 +151,7 @@ class SequenceState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes this state owns on this rank, spare capacity included."""
+        """Bytes this state owns on this rank, spare capacity and adjoints included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     def close(self, fill_nan: bool = False) -> None:
@@ -107,14 +159,16 @@ class SequenceState:
         if self.phase is Phase.CLOSED:
             return
         if fill_nan:
-            poison(tensor for tensor in self.tensors() if not tensor.requires_grad)
+            poison(self.tensors())
         for layer in self._layers.values():
             layer.clear()
         self._layers.clear()
         self.phase = Phase.CLOSED
 
-    def grow(self, lengths: tuple[int, ...]) -> None:
+    def grow(self, lengths: Sequence[int]) -> None:
         """Count tokens that every layer has processed."""
+        if self._log:
+            self._history.append(tuple(self.counts))
         self.counts = [count + length for count, length in zip(self.counts, lengths, strict=True)]
 
     def check_open(self) -> None:
@@ -123,9 +177,34 @@ class SequenceState:
         if self.phase is not Phase.OPEN:
             raise RuntimeError("this state is frozen: fork it and advance the fork")
 
+    def _empty(self, branches: int, start: int, log: bool) -> Self:
+        """A state of this kind without tokens."""
+        return type(self)(branches, start, log=log)
+
+    def _new_layer(self, number: int, past: Sequence[PageSlice]) -> KVLayer:
+        return KVLayer(past, self._reserve, self._log)
+
+    def _slices_before(self, number: int, layer: KVLayer, advance: int) -> list[PageSlice]:
+        return layer.slices_before(advance)
+
     def _check_readable(self) -> None:
         owner: SequenceState | None = self
         while owner is not None:
             if owner.phase is Phase.CLOSED:
                 raise RuntimeError("stale state: its prompt group was closed or the optimizer has stepped since")
             owner = owner._parent
+
+
+def _constant_tokens(layer: KVLayer, page: Any, first_live: int | None) -> int:
+    """Tokens of a page that were written before the advance ``first_live``."""
+    if first_live is None:
+        return page.length
+    if first_live == 0 or layer.rounds is None:
+        return 0
+    written = [
+        entry.row + entry.piece.length
+        for entries in layer.rounds[:first_live]
+        for entry in entries
+        if entry.page is page
+    ]
+    return max(written, default=0)

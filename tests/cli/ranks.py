@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import torch
 from harness.verbs import verb
 from harness.worlds import World
+from torch.distributed import TCPStore
 
 
-def commands(world: World, cases: list[list[str]], ports: list[int]) -> list[tuple[int, str, str, float]]:
-    """Exit code, stdout, stderr and seconds of each command line on this rank.
+@contextlib.contextmanager
+def agent_store(world: World) -> Iterator[None]:
+    """A store that outlives the commands, as torchrun's agent keeps one: each command is an attempt of its own."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    yield
+    store.set(f"left-{rank}", "")
+    if rank == 0:
+        store.wait([f"left-{other}" for other in range(world.size)])
 
-    `ports`: a rendezvous of its own for every command, so that no rank meets one of the previous command.
-    """
+
+def commands(world: World, cases: list[list[str]]) -> list[tuple[int, str, str, float]]:
+    """Exit code, stdout, stderr and seconds of each command line on this rank."""
     outcomes = []
-    for arguments, port in zip(cases, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        start = time.monotonic()
-        outcomes.append((*verb(world, arguments), time.monotonic() - start))
+    with agent_store(world):
+        for attempt, arguments in enumerate(cases):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+            start = time.monotonic()
+            outcomes.append((*verb(world, arguments), time.monotonic() - start))
     return outcomes
 
 
@@ -35,20 +47,17 @@ def interrupted(
         path = Path(metrics)
         while not path.exists() or path.read_text().count("\n") < lines:
             time.sleep(0.02)
-        signal.raise_signal(number) if threading.current_thread() is threading.main_thread() else os.kill(
-            os.getpid(), number
-        )
+        os.kill(os.getpid(), number)
 
     if int(os.environ["RANK"]) == rank:
         threading.Thread(target=watch, daemon=True).start()
     return verb(world, arguments)
 
 
-def logits(world: World, folder: str, ids: list[int]) -> Any:
-    """[tokens, vocabulary] of plain transformers on a Hugging Face directory, on rank 0."""
-    import torch
+def logits(world: World, folders: list[str], ids: list[int]) -> list[torch.Tensor]:
+    """[tokens, vocabulary] of plain transformers on some Hugging Face directories."""
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return model(torch.tensor([ids])).logits[0]
+        models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+        return [model(torch.tensor([ids])).logits[0] for model in models]

@@ -26,9 +26,9 @@ def nan(text: str, record: Mapping[str, Any]) -> float:
     return math.nan
 
 
-def nan_on(text: str, record: Mapping[str, Any], ids: list[str]) -> float:
+def nan_on(text: str, record: Mapping[str, Any], places: list[str]) -> float:
     """NaN for the prompts named, so that only the rank that rewards them fails."""
-    return math.nan if record["id"] in ids else 0.0
+    return math.nan if record["id"] in places else 0.0
 
 
 def broken(text: str, record: Mapping[str, Any]) -> float:

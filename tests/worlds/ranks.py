@@ -10,6 +10,7 @@ A case is a plain dictionary:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +44,7 @@ def scope(world: World) -> Any:
 def config_of(world: World, case: Case, hf: str | None = None) -> Config:
     """The case's settings, read as a user's would be: an (empty) file and overrides."""
     layout = [*world.overrides, f"parallel.sequence_parallel={str(world.tp > 1).lower()}"]
-    return load_config("/dev/null", [f'model.hf="{hf or case["hf"]}"', *layout, *case.get("settings", ())])
+    return load_config(os.devnull, [f'model.hf="{hf or case["hf"]}"', *layout, *case.get("settings", ())])
 
 
 def run_verbs(world: World, cases: Sequence[Case]) -> int:
@@ -104,7 +105,8 @@ def measured(world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
             with opened(world, case, runtime) as (run, window, plan):
                 metrics = summarise(accumulate(window, plan))
                 window.reduce()
-                found.append({"peak": dict(run.ledger.peak), "live": dict(run.ledger.live), **metrics})
+                bytes_of = {"peak": dict(run.ledger.peak), "cp_rank": runtime.cp_rank}
+                found.append({**bytes_of, **metrics})
     return found
 
 

@@ -112,10 +112,13 @@ def test_grad_under_every_part_of_the_objective(
     ]
     run_world(world, "worlds.ranks:run_verbs", cases=cases)
     oracle = {c: answers.grad(case, c, clipping, objective=objective) for c in contracts}
-    unclipped = answers.grad(case, "exact", clipping, objective=Objective("grpo", 1.0, 1e9, aggregate="sequence", temperature=0.8))
+    unclipped = answers.grad(
+        case, "exact", clipping, objective=Objective("grpo", 1.0, 1e9, aggregate="sequence", temperature=0.8)
+    )
     assert compare_tensors(unclipped, oracle["exact"]).rel_l2 > 0.05  # clipping matters
     judge(
-        {c: compare_tensors(load_file(out), oracle[c]) for c, out in zip(contracts, outs, strict=True)}, report
+        {c: compare_tensors(load_file(out), oracle[c]) for c, out in zip(contracts, outs, strict=True)},
+        report,
     )
 
 

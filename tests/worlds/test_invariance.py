@@ -1,0 +1,94 @@
+"""Claim: how a window is executed does not change its gradient: responses at once, capture chunks, order of replay.
+
+Why the tests show it: the same window runs with K = 1, 2 and G, with Z = 7, 64 and P, and with responses, groups or
+both reversed in the file (advantages are recorded, so the window is the same sum); every two of the gradients are
+compared, 1e-6 apart at most. `truncated` at its two ends must give the very bits of `response_only` and `exact`.
+Not shown: agreement with an oracle (test_grad), micro-batches under other numbers of pipeline stages.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ONE, World, run_world
+from oracle.compare import compare_tensors
+from oracle.trajectories import window
+from safetensors.torch import load_file
+
+BAR = 1e-6
+GROUP, LONGEST = 3, 70
+SHAPE = ((LONGEST, (5, 1, 9)), (11, (3, 8, 4)))
+EXECUTIONS = {
+    "K1-Z7": {"K": 1, "Z": 7},
+    "K2-Z7": {"K": 2, "Z": 7},
+    "KG-Z7": {"K": GROUP, "Z": 7},
+    "K1-Z64": {"K": 1, "Z": 64},
+    "K2-ZP": {"K": 2, "Z": LONGEST},
+    "KG-ZP": {"K": GROUP, "Z": LONGEST},
+    "logits in pieces": {"K": GROUP, "Z": 64, "replay__logits_chunk": 3},
+}
+ORDERS = ["responses", "groups", "both"]
+WORLDS = [ONE, World(dp=2), World(tp=2, cp=2), World(cp=2, pp=2)]
+
+
+def in_world(world: World) -> str:
+    return world.name
+
+
+@pytest.fixture(scope="module")
+def windows(answers: Any) -> dict[str, str]:
+    """Names of the window in each order."""
+    plain = window(9, shape=SHAPE)
+    turned = [{**group, "responses": group["responses"][::-1]} for group in plain]
+    answers.add("in order", plain)
+    for name, groups in zip(ORDERS, (turned, plain[::-1], turned[::-1]), strict=True):
+        answers.add(name, groups)
+    return {"in order": "in order", **{name: name for name in ORDERS}}
+
+
+@pytest.mark.parametrize("contract", ["response_only", "exact"])
+@pytest.mark.parametrize("world", WORLDS, ids=in_world)
+def test_execution_does_not_change_the_gradient(
+    world: World, contract: str, answers: Any, windows: dict[str, str], tmp_path: Path, report: Any
+) -> None:
+    runs = [(name, "in order", settings) for name, settings in EXECUTIONS.items()]
+    runs += [(f"{order} reversed", windows[order], EXECUTIONS["K2-Z7"]) for order in ORDERS]
+    outs = {name: tmp_path / f"{i}.safetensors" for i, (name, _, _) in enumerate(runs)}
+    cases = [
+        answers.case("qwen3-tied-yarn", file, outs[name], contract=contract, **settings)
+        for name, file, settings in runs
+    ]
+    run_world(world, "worlds.ranks:run_verbs", cases=cases)
+    gradients = {name: load_file(out) for name, out in outs.items()}
+    apart = {
+        pair: compare_tensors(gradients[pair[0]], gradients[pair[1]]).rel_l2
+        for pair in combinations(gradients, 2)
+    }
+    farthest = max(apart, key=lambda pair: apart[pair])
+    report(f"farthest of {len(apart)} pairs ({' | '.join(farthest)})", apart[farthest])
+    assert 0.0 < apart[farthest] <= BAR, (farthest, apart[farthest])  # 0: the settings reached nothing
+
+
+@pytest.mark.parametrize("world", [ONE, World(tp=2, cp=2)], ids=in_world)
+def test_truncation_ends_in_the_other_contracts_bit_for_bit(
+    world: World, answers: Any, windows: dict[str, str], tmp_path: Path
+) -> None:
+    settings: dict[str, dict[str, Any]] = {
+        "response_only": {"contract": "response_only"},
+        "none": {"contract": "truncated", "T": 0},
+        "exact": {"contract": "exact"},
+        "all": {"contract": "truncated", "T": LONGEST - 1},
+        "more": {"contract": "truncated", "T": 10_000},
+    }
+    outs = {name: tmp_path / f"{name}.safetensors" for name in settings}
+    cases = [answers.case("llama", "in order", outs[name], **settings[name]) for name in settings]
+    run_world(world, "worlds.ranks:run_verbs", cases=cases)
+    got = {name: load_file(out) for name, out in outs.items()}
+    assert compare_tensors(got["exact"], got["response_only"]).rel_l2 > 0.1
+    for name, same in (("none", "response_only"), ("all", "exact"), ("more", "exact")):
+        differing = [tensor for tensor in got[same] if not torch.equal(got[name][tensor], got[same][tensor])]
+        assert got[name].keys() == got[same].keys() and not differing, (name, differing)
