@@ -103,6 +103,8 @@ _MAY_CHANGE = (
     "train.output",
     "train.overwrite",
     "train.log_samples",
+    "train.window_attempts",
+    "train.on_nonfinite",
 )
 
 

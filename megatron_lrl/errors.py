@@ -9,3 +9,7 @@ class UserError(Exception):
     The message stands alone: it names the key, file, line or rank, says what was found and what would be valid.
     The command line prints it once and exits with status 2; nothing has been written by then.
     """
+
+
+class RankFailure(UserError):
+    """Another rank failed in a way that is nobody's mistake; the message names it. Another attempt may succeed."""

@@ -100,6 +100,11 @@ def install() -> None:
 
 def _patch_torch() -> None:
     import torch._dynamo
+    from torch.utils._device import _device_constructors
+
+    # `with torch.device(...)` recognises factories by identity, from a cache filled at its first use. Fill it with the
+    # real ones, or the context would no longer reach them (transformers builds models under the meta device).
+    _device_constructors()
 
     # The jit fuser is torch.compile, bound at import: it would compile C++ on the first step.
     torch._dynamo.config.disable = True

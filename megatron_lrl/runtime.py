@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lrl import platform_cpu
-from megatron_lrl.errors import UserError
+from megatron_lrl.errors import RankFailure, UserError
 
 T = TypeVar("T")
 
@@ -64,7 +64,8 @@ class World:
     def together(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run ``action`` on every rank; if it fails on any, fail on all with the first failing message.
 
-        Collective over the world. Raises the rank's own exception where it happened, `UserError` elsewhere.
+        Collective over the world. Raises the rank's own exception where it happened, `UserError` elsewhere (its
+        subclass `RankFailure` for any other kind).
         """
         result: T | None = None
         failure: Exception | None = None
@@ -85,8 +86,9 @@ class World:
                 for rank, message in enumerate(messages):
                     if message is not None:
                         expected, text = message
-                        where = "" if expected else f"rank {rank} failed: "
-                        raise UserError(f"{where}{text}")
+                        if expected:
+                            raise UserError(text)
+                        raise RankFailure(f"rank {rank} failed: {text}")
         if failure is not None:
             raise failure
 
@@ -208,23 +210,29 @@ def init_runtime(layout: Layout, seed: int = 0) -> Runtime:
     """
     world = init_distributed()
     platform_cpu.install()
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     check_world(layout, world.world_size)
+    groups = model_parallel_groups(layout)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return Runtime(world.device, world.rank, world.world_size, layout, groups)
+
+
+def model_parallel_groups(layout: Layout) -> Any:
+    """Megatron-Core's process groups of a layout, created; torch.distributed is up, and no such groups exist."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
     )
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Runtime(world.device, world.rank, world.world_size, layout, groups)
+    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def shutdown_runtime() -> None:

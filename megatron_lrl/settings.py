@@ -82,6 +82,21 @@ class PrefixTable(Table):
     )
     chunk_size: int = _key(2048, "Z, tokens captured at once; execution only, never changes results", ge=1)
     truncate_tokens: int = _key(8192, 'T, live prefix tokens under contract = "truncated"', ge=0)
+    max_staleness: int = _key(
+        0,
+        "updates that a captured prefix may outlive: 0 = every update captures anew; n needs "
+        'contract = "response_only", and logs the drift of log-probabilities against a fresh capture',
+        ge=0,
+    )
+
+    @model_validator(mode="after")
+    def _stale_prefixes_are_constant(self) -> PrefixTable:
+        if self.max_staleness and self.contract != "response_only":
+            raise ValueError(
+                f'prefix.max_staleness = {self.max_staleness} needs prefix.contract = "response_only": the prefix\'s '
+                f'own gradient ("{self.contract}") belongs to the model that captured it'
+            )
+        return self
 
 
 class ReplayTable(Table):
@@ -169,6 +184,15 @@ class TrainTable(Table):
     overwrite: bool = _key(False, "start anew and replace the run that output holds, instead of resuming it")
     seed: int = _key(0, "seed of everything but the sampler", ge=0)
     log_samples: int = _key(2, "sampled responses logged as text per update", ge=0)
+    window_attempts: int = _key(
+        2,
+        "attempts at an update before the run stops: after a failure of any rank the window starts over from its "
+        "recorded responses (needs one rank, or gloo)",
+        ge=1,
+    )
+    on_nonfinite: Literal["stop", "skip"] = _key(
+        "stop", "what a NaN or infinite loss or gradient does: stop the run, or skip the update's step; both say where"
+    )
 
 
 class DataTable(Table):

@@ -57,14 +57,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     about = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], formatter_class=about)
     several = {"type": int, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--contracts", nargs="+", choices=CONTRACTS, default=["conventional", "response_only", "exact"])
+    parser.add_argument(
+        "--contracts", nargs="+", choices=CONTRACTS, default=["conventional", "response_only", "exact"]
+    )
     parser.add_argument("--prompt", default=[512], help="P, prompt tokens", **several)
     parser.add_argument("--response", default=[32], help="R, response tokens", **several)
     parser.add_argument("--group", default=[4], help="G, responses of the prompt", **several)
     parser.add_argument("--concurrent", default=[1], help="K, responses replayed at once", **several)
     parser.add_argument("--chunk", type=int, default=2048, metavar="N", help="Z, capture chunk size")
     parser.add_argument("--truncate", type=int, default=1024, metavar="N", help="T of the truncated contract")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="windows per row; the median is shown")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="windows per row; the median is shown"
+    )
     parser.add_argument("--layers", type=int, default=4, metavar="N")
     parser.add_argument("--hidden", type=int, default=64, metavar="N")
     parser.add_argument("--intermediate", type=int, default=176, metavar="N")
@@ -147,13 +151,17 @@ def measure(case: Case, run: object, options: argparse.Namespace) -> None:
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(options.vocab, (case.prompt,), generator=draw).tolist()
     branches = [
-        Branch(BranchKey("g", i), tuple(torch.randint(options.vocab, (case.response,), generator=draw).tolist()))
+        Branch(
+            BranchKey("g", i), tuple(torch.randint(options.vocab, (case.response,), generator=draw).tolist())
+        )
         for i in range(case.group)
     ]
     batches = batches_of(branches, case.concurrent)
     weight = 1.0 / (case.group * case.response)
 
-    def loss(logprob_S: torch.Tensor, _entropy: torch.Tensor, _index: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    def loss(
+        logprob_S: torch.Tensor, _entropy: torch.Tensor, _index: torch.Tensor
+    ) -> tuple[torch.Tensor, dict]:
         return -weight * logprob_S.sum(), {}
 
     peak = ProcessPeak()

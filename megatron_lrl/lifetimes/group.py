@@ -177,7 +177,10 @@ class PromptGroup:
         local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
         live = self._live_from < len(self.prefix_ids)
         self.state = self.run.new_state(
-            1, reserve=sum(local), log=live, keep_from=self._live_from if live else None
+            1,
+            reserve=empty.reservation(spans, local),
+            log=live,
+            keep_from=self._live_from if live else None,
         )
         bar = tqdm(
             total=len(self.prefix_ids), desc=f"capture {self.name}", unit="tok", leave=False, delay=2,
@@ -187,7 +190,7 @@ class PromptGroup:
             for batch in in_passes([partial(self._feed, *span, bar) for span in spans], self.state, self.run):
                 run_schedule(self.model, batch, backward=False)
                 self.state.settle(self.run.runtime.groups.pp)
-        self.state.freeze()
+        self.state.freeze(self.run.runtime.groups.pp)
         self._hold(self.state.nbytes)
 
     def _feed(self, low: int, high: int, bar: Any, model: Any) -> tuple[Tensor, Any]:

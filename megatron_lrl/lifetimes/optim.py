@@ -28,9 +28,12 @@ def wrap_ddp(model: Any, runtime: Runtime, shard_optimizer: bool) -> Distributed
 
 
 def build_optimizer(
-    ddp: DistributedDataParallel, config: Config, shard_optimizer: bool
+    ddp: DistributedDataParallel, config: Config, shard_optimizer: bool, gloo_groups: bool = True
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW with float32 master weights and moments, and its schedule (one step per optimizer step)."""
+    """AdamW with float32 master weights and moments, and its schedule (one step per optimizer step).
+
+    ``gloo_groups``: whether Megatron-Core made its gloo groups beside the others (a planned world has none).
+    """
     settings, dtype = config.optimizer, ddp.config.params_dtype
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -47,6 +50,7 @@ def build_optimizer(
             use_distributed_optimizer=shard_optimizer,
         ),
         [ddp],
+        use_gloo_process_groups=gloo_groups,
     )
     steps = config.train.updates
     scheduler = OptimizerParamScheduler(

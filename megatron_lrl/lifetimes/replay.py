@@ -40,7 +40,7 @@ class Branch:
 
 
 class NonFiniteLoss(FloatingPointError):
-    """A replay's loss is NaN or infinite; the message names the branches."""
+    """Losses of a window are NaN or infinite; the message names the branches."""
 
 
 class Replay:
@@ -48,13 +48,15 @@ class Replay:
 
     def __init__(self, group: PromptGroup) -> None:
         self.group, self.run = group, group.run
+        self.nonfinite: list[str] = []  # losses that were NaN or infinite, with their branches (last stage only)
 
     def gradient(
         self, batches: Sequence[Sequence[Branch]], losses: Sequence[TokenLoss]
     ) -> list[dict[str, Tensor]]:
         """Add the gradient of each micro-batch to the buffers. Returns this rank's metric sums (last stage only).
 
-        Raises `NonFiniteLoss` before the micro-batch's backward runs.
+        A loss that is not finite is named in `nonfinite` and counts as 0; its backward still runs, because the
+        other ranks of the replica are in it.
         """
         # Resident state is referenced, not saved; parameters and tied views are the run's.
         meter = SavedBytes([*self.run.core(self.group.model).parameters()])
@@ -89,8 +91,10 @@ class Replay:
         One round each: all of them, since a graph is freed before the next one is built. Several rounds: as many as
         fill the pipeline, since their states stay resident between rounds.
         """
-        state = self.run.new_state(1)
-        size = self.run.runtime.layout.pp if state.sequential else max(1, len(passes))
+        probe = self.run.new_state(1) if self.group.conventional else self.group.fork(1)
+        longest = max((len(tokens) for one in passes for tokens in one.tokens), default=0)
+        several = len(probe.rounds([longest])) > 1
+        size = self.run.runtime.layout.pp if several else max(1, len(passes))
         for start in range(0, len(passes), size):
             yield _Flight(self, passes[start : start + size])
 
@@ -101,7 +105,7 @@ class _Pass:
     def __init__(self, replay: Replay, batch: Sequence[Branch], loss: TokenLoss | None) -> None:
         group = replay.group
         prompt = group.prompt_ids if group.conventional else group.prompt_ids[-1:]
-        self.batch, self.loss = batch, loss
+        self.batch, self.loss, self.nonfinite = batch, loss, replay.nonfinite
         self.tokens = [(*prompt, *branch.ids[:-1]) for branch in batch]
         self.targets = Targets([len(group.prompt_ids) - 1] * len(batch), [branch.ids for branch in batch])
 
@@ -111,7 +115,8 @@ class _Pass:
         total, metrics = self.loss(values_2S[0], values_2S[1].detach(), index_S)
         if not torch.isfinite(total):
             names = ", ".join(str(branch.key) for branch in self.batch)
-            raise NonFiniteLoss(f"the loss of {names} is {total.item()}")
+            self.nonfinite.append(f"the loss of {names} is {total.item()}")
+            total = values_2S.nan_to_num(0.0, 0.0, 0.0).mul(0.0).sum()
         return total, metrics
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 
 from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, load_hf_weights
 from megatron_lrl.checkpoint.manifest import read_checkpoint_architecture
+from megatron_lrl.lastkv.clock import Clock
+from megatron_lrl.lastkv.state import LastKVState
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
 from megatron_lrl.lifetimes.ledger import Ledger, storage_bytes
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
@@ -72,14 +74,25 @@ class Run:
         )
 
     def new_state(
-        self, branches: int, *, reserve: int = 0, log: bool = False, keep_from: int | None = None
+        self,
+        branches: int,
+        *,
+        reserve: Mapping[int, int] | None = None,
+        log: bool = False,
+        keep_from: int | None = None,
     ) -> SequenceState:
         """An empty state of the model's attention kind; see `SequenceState`.
 
         ``keep_from``: what a later sweep of tokens from this position on needs is kept, where that is more than
         attention itself needs (LastKV's own-layer keys and values).
         """
-        return SequenceState(branches, reserve=reserve, log=log)
+        lastkv = self.arch.lastkv
+        if lastkv is None:
+            return SequenceState(branches, 0, reserve, log)
+        return LastKVState(
+            branches, 0, reserve, log, clock=Clock(lastkv.chunk_size), blended=lastkv.blend,
+            last_layer=self.arch.num_layers, keep_from=keep_from,
+        )  # fmt: skip
 
     def update_window(self) -> UpdateWindow:
         """A new window at the current model version."""

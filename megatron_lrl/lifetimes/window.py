@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_lrl.lifetimes.contributions import BranchKey, Contributions
 from megatron_lrl.lifetimes.group import PromptGroup
-from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss
+from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, Replay, TokenLoss
 
 if TYPE_CHECKING:
     from megatron_lrl.lifetimes.run import Run, StepResult
@@ -41,6 +41,7 @@ class UpdateWindow:
         self.contributions: Contributions | None = None
         self._groups = ExitStack()
         self._nbytes = 0
+        self._nonfinite: list[str] = []  # branches of this rank whose loss was not finite
 
     def __enter__(self) -> UpdateWindow:
         self.run.ledger.start_window()
@@ -91,26 +92,48 @@ class UpdateWindow:
         assert self.contributions is not None
         keys = [branch.key for batch in batches for branch in batch]
         self.contributions.check(keys)
-        metrics = Replay(group).gradient(batches, losses)
+        replay = Replay(group)
+        metrics = replay.gradient(batches, losses)
         group.sweep()
+        self._nonfinite += replay.nonfinite
         self.contributions.count(keys)
         return metrics
 
     def restart(self) -> None:
-        """Drop the accumulated gradient and start over from the recorded branches."""
-        self._require(WindowPhase.FIXED, WindowPhase.REPLAYED)
-        assert self.contributions is not None
+        """Drop the accumulated gradient and every open prefix, and start over from the recorded branches.
+
+        A window that was not fixed yet stays open for its branches.
+        """
+        self._require(WindowPhase.OPEN, WindowPhase.FIXED, WindowPhase.REPLAYED)
+        self.drop_prefixes()
         self.run.zero_grad()
-        self.contributions.restart()
-        self.phase = WindowPhase.FIXED
+        self._nonfinite.clear()
+        if self.contributions is not None:
+            self.contributions.restart()
+            self.phase = WindowPhase.FIXED
 
     def reduce(self) -> None:
-        """Sum gradients over ranks, once. Raises on all ranks if any branch of any rank is missing."""
+        """Sum gradients over ranks, once.
+
+        Raises on all ranks alike: `ContributionError` or `RankFailure` if any branch of any rank is missing,
+        `NonFiniteLoss` naming the branches whose loss is NaN or infinite.
+        """
         self._require(WindowPhase.FIXED)
         assert self.contributions is not None
-        self.run.runtime.together(self.contributions.require_complete)
+        runtime = self.run.runtime
+        runtime.together(self.contributions.require_complete)
+        found = {name for part in runtime.gather_objects(self._nonfinite) for name in part}
+        if found:
+            raise NonFiniteLoss("not finite: " + "; ".join(sorted(found)))
         finalize_model_grads([self.run.model], None)
         self.phase = WindowPhase.REPLAYED
+
+    def gradient_finite(self) -> bool:
+        """Whether the reduced gradient is finite on every rank; the same answer on all."""
+        self._require(WindowPhase.REPLAYED)
+        finite = torch.tensor(float(self.run.gradients_finite()), device=self.run.runtime.device)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
 
     def step(self) -> StepResult:
         """One optimizer step with the reduced gradient; bumps the model version and closes the window.
@@ -118,17 +141,19 @@ class UpdateWindow:
         Raises FloatingPointError on all ranks, before any parameter changes, if a gradient is not finite.
         """
         self._require(WindowPhase.REPLAYED)
-        finite = torch.tensor(float(self.run.gradients_finite()), device=self.run.runtime.device)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        if not finite:
+        if not self.gradient_finite():
             raise FloatingPointError("the window's gradient is not finite; no parameter was changed")
         result = self.run.step()
         self.close()
         return result
 
-    def close(self) -> None:
-        """Free every prefix captured in this window."""
+    def drop_prefixes(self) -> None:
+        """Free every prefix captured in this window; the window itself goes on."""
         self._groups.close()
+
+    def close(self) -> None:
+        """Free every prefix captured in this window, and end it."""
+        self.drop_prefixes()
         self.run.ledger.add("window", -self._nbytes)
         self._nbytes = 0
         self.phase = WindowPhase.CLOSED

@@ -30,7 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_lrl.attention.core import SegmentCoreAttention  # noqa: E402
+from megatron_lrl.attention.core import LastKVCoreAttention, SegmentCoreAttention  # noqa: E402
 from megatron_lrl.models.layer import PolicyLayer  # noqa: E402
 from megatron_lrl.models.norm import RMSNorm  # noqa: E402
 from megatron_lrl.models.rotary import PositionRotaryEmbedding  # noqa: E402
@@ -103,7 +103,9 @@ def layer_spec(arch: Architecture, transformer_engine: bool) -> TransformerBlock
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if arch.attention_output_bias:
             submodules.self_attention.submodules.linear_proj = RowParallelLinearWithBias
-    submodules.self_attention.submodules.core_attention = SegmentCoreAttention
+    submodules.self_attention.submodules.core_attention = (
+        SegmentCoreAttention if arch.lastkv is None else LastKVCoreAttention
+    )
     return ModuleSpec(module=PolicyLayer, submodules=submodules)
 
 
@@ -168,4 +170,5 @@ def build_model(
         pg_collection=runtime.groups,
         device=runtime.device,
     )
-    return model.to(runtime.device)
+    placed = all(tensor.device == runtime.device for tensor in (*model.parameters(), *model.buffers()))
+    return model if placed else model.to(runtime.device)  # a planned model's (fake) parameters cannot be moved

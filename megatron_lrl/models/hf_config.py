@@ -65,6 +65,14 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
+class LastKVSpec:
+    """LastKV attention as a property of the model: chunk size in tokens, and whether the previous chunk is blended."""
+
+    chunk_size: int
+    blend: bool
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A dense decoder of the families `llama`, `qwen2`, `qwen3`, as its config.json defines it.
 
@@ -87,6 +95,7 @@ class Architecture:
     max_positions: int
     activation: str
     rope: RopeSpec
+    lastkv: LastKVSpec | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -100,8 +109,9 @@ class Architecture:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values of every field that defines the computation or a tensor's shape (all but `raw`)."""
-        plain = {k: v for k, v in vars(self).items() if k not in ("raw", "rope")}
-        return {**plain, "rope": self.rope.to_dict()}
+        plain = {k: v for k, v in vars(self).items() if k not in ("raw", "rope", "lastkv")}
+        lastkv = {} if self.lastkv is None else {"lastkv": vars(self.lastkv)}
+        return {**plain, "rope": self.rope.to_dict(), **lastkv}
 
     def fingerprint(self) -> str:
         """sha256 over `to_dict()`: two checkpoints with different fingerprints are different models."""

@@ -20,7 +20,7 @@ from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.ledger import storage_bytes
 from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss, batches_of
 from megatron_lrl.lifetimes.schedule import from_last_stage
-from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
 from megatron_lrl.rl.advantage import group_advantages
 from megatron_lrl.rl.loss import merge_metrics, policy_loss, token_weights, window_totals
 from megatron_lrl.rl.stopwatch import Stopwatch
@@ -148,7 +148,8 @@ def accumulate(
     Returns the window's metric sums, the same on every rank. Call `UpdateWindow.reduce` next.
     """
     run, config = window.run, window.run.config
-    window.fix(plan.local_keys, plan.nbytes)
+    if window.phase is WindowPhase.OPEN:  # else it starts over, and knows them
+        window.fix(plan.local_keys, plan.nbytes)
     concurrent = config.replay.concurrent
     merged: dict[str, Tensor] = _no_tokens(run.wide, config.loss, run.runtime.device)
     bar = tqdm(

@@ -2,9 +2,12 @@
 
     with open_run(...) as run:                       parameters, optimizer
         with run.update_window() as window:          one model version, one step
-            with window.prompt_group(...) as prefix:     capture -> sample -> (normaliser) -> replay -> sweep
+            with window.prompt_group(...) as prefix:     capture -> sample -> (journal, normaliser) -> replay -> sweep
                 ... Replay(prefix) ...                       K live graphs at a time
             window.reduce(); window.step()
+
+Everything before the step is an attempt: after a failure of any rank it is made again, from the recorded responses if
+they were recorded.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from typing import Any
 
 import torch
 
+from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.replay import NonFiniteLoss
+from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run, StepResult
 from megatron_lrl.lifetimes.window import UpdateWindow
-from megatron_lrl.rl.accumulate import WindowPlan, accumulate
+from megatron_lrl.rl.accumulate import WindowPlan, accumulate, nonfinite_branches
 from megatron_lrl.rl.data import prompts_at
+from megatron_lrl.rl.journal import Journal, Recorded
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.rl.rewards import Reward
 from megatron_lrl.rl.rollout import Rollout, Sampler
@@ -37,25 +44,88 @@ _PHASES = ("capture", "rollout", "score", "replay", "reduce", "step")
 class Trainer:
     """Runs updates; every rank of the world calls `update` with the same number."""
 
-    def __init__(self, run: Run, prompts: Sequence[Prompt], reward: Reward | None, text: Text) -> None:
+    def __init__(
+        self,
+        run: Run,
+        prompts: Sequence[Prompt],
+        reward: Reward | None,
+        text: Text,
+        journal: Journal | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        """``journal``: where rollouts are recorded, and found again after a restart. ``retry``: default one attempt."""
         self.run, self.prompts, self.reward, self.text = run, prompts, reward, text
+        self.journal, self.retry = journal, retry or Retry(run, 1)
         self.sampler = Sampler(run, text.stop_ids)
+        self._recorded: tuple[int, Recorded] | None = None  # the update in progress
 
     def update(self, number: int) -> tuple[dict[str, float], list[str]]:
-        """One update at the current model version. Returns its metrics and sample texts (equal on every rank)."""
-        run, watch = self.run, Stopwatch()
-        with run.update_window() as window, ExitStack() as resident:
-            captured, rollouts = self._sample(window, resident, number, watch)
-            groups, entropy = self._record(number, rollouts)
-            plan = WindowPlan(groups, run.config, run.runtime.dp, run.runtime.dp_rank)
+        """One update at the current model version. Returns its metrics and sample texts (equal on every rank).
+
+        Raises `UserError` on all ranks: attempts are used up (`Retry.until_reduced`); a loss or gradient is not
+        finite and train.on_nonfinite is "stop". No parameter has changed then.
+        """
+        run, watch, what = self.run, Stopwatch(), f"update {number + 1}"
+        with run.update_window() as window:
+            plan, recorded, sums, fault = self.retry.until_reduced(
+                window, lambda: self._attempt(window, number, watch), what
+            )
+            result = None
+            if fault is None:
+                with watch.phase("step"):
+                    result = window.step()
+            elif run.config.train.on_nonfinite == "stop":
+                raise UserError(
+                    f'{what}: {fault}; no parameter was changed (train.on_nonfinite = "skip" would go on without it)'
+                )
+            elif run.runtime.is_main:
+                print(f"{what} skipped: {fault}; no parameter was changed", flush=True)
+        metrics = {
+            **_metrics(plan, sums, result, watch),
+            "rollout/entropy": recorded.entropy,
+            "update/skipped": float(fault is not None),
+            "window/restarts": float(self.retry.restarts),
+            **run.ledger.metrics(),
+        }
+        self._recorded = None
+        return metrics, self._samples(recorded.groups)
+
+    def _attempt(
+        self, window: UpdateWindow, number: int, watch: Stopwatch
+    ) -> tuple[WindowPlan, Recorded, dict[str, torch.Tensor], str | None]:
+        """Everything before the step; ends in a collective over the world.
+
+        The last value says what is not finite, the same on all ranks; None if all is well.
+        """
+        run, runtime = self.run, self.run.runtime
+        with ExitStack() as resident:
+            captured: dict[str, PromptGroup] = {}
+            recorded = self._recall(number)
+            if recorded is None:
+                captured, rollouts = self._sample(window, resident, number, watch)
+                recorded = self._record(number, rollouts)
+            plan = WindowPlan(recorded.groups, run.config, runtime.dp, runtime.dp_rank)
             sums = accumulate(window, plan, captured=captured, reference=run.reference, watch=watch)
-            with watch.phase("reduce"):
+        with watch.phase("reduce"):
+            try:
                 window.reduce()
-            with watch.phase("step"):
-                result = window.step()
-        sampler_metrics = {"rollout/entropy": entropy}
-        metrics = {**_metrics(plan, sums, result, watch), **sampler_metrics, **run.ledger.metrics()}
-        return metrics, self._samples(groups)
+            except NonFiniteLoss as error:  # on all ranks alike
+                return plan, recorded, sums, str(error)
+            finite = window.gradient_finite()
+        if not finite:
+            names = nonfinite_branches(window, plan, run.reference)
+            return plan, recorded, sums, f"the gradient is not finite: {names}"
+        return plan, recorded, sums, None
+
+    def _recall(self, number: int) -> Recorded | None:
+        """What is recorded of this update, by an attempt before this one or in the journal; equal on all ranks."""
+        runtime, found = self.run.runtime, None
+        if self._recorded is not None and self._recorded[0] == number:
+            found = self._recorded[1]
+        elif self.journal is not None and runtime.is_main:
+            found = self.journal.recall(number)
+        # A failure may have come when only some ranks had recorded: what one has, all take.
+        return next((part for part in runtime.gather_objects(found) if part is not None), None)
 
     def _prompts(self, number: int) -> list[Prompt]:
         """This update's prompts, named by their place in the run, so that no name comes twice."""
@@ -96,11 +166,11 @@ class Trainer:
                 group.close()
         return captured, rollouts
 
-    def _record(self, number: int, rollouts: dict[int, Rollout]) -> tuple[list[Group], float]:
-        """Reward the responses and share all groups of the window with every rank, in prompt order.
+    def _record(self, number: int, rollouts: dict[int, Rollout]) -> Recorded:
+        """Reward the responses, share all groups of the window with every rank, in prompt order, and journal them.
 
-        Also returns the mean entropy of sampling. One rank of each replica calls the reward function, so that a
-        reward need not be deterministic for the ranks to agree.
+        One rank of each replica calls the reward function, so that a reward need not be deterministic for the ranks
+        to agree.
         """
         runtime, prompts = self.run.runtime, self._prompts(number)
 
@@ -117,7 +187,11 @@ class Trainer:
             (item for part in runtime.gather_objects(mine) for item in part), key=lambda item: item[0]
         )
         entropies = [entropy for _, _, entropy in everyone]
-        return [group for _, group, _ in everyone], sum(entropies) / len(entropies)
+        recorded = Recorded(tuple(group for _, group, _ in everyone), sum(entropies) / len(entropies))
+        journal = self.journal if runtime.is_main else None
+        runtime.together(lambda: journal.record(number, recorded) if journal is not None else None)
+        self._recorded = (number, recorded)
+        return recorded
 
     def rewarded(self, prompt: Prompt, rollout: Rollout) -> Group:
         """The sampled responses as a group, with their rewards if there is a reward function.
@@ -155,9 +229,9 @@ class Trainer:
 
 
 def _metrics(
-    plan: WindowPlan, sums: dict[str, torch.Tensor], result: StepResult, watch: Stopwatch
+    plan: WindowPlan, sums: dict[str, torch.Tensor], result: StepResult | None, watch: Stopwatch
 ) -> dict[str, float]:
-    """Everything TensorBoard shows of an update, bytes and sampler entropy apart."""
+    """Everything TensorBoard shows of an update, bytes and sampler entropy apart. ``result``: None, if skipped."""
     responses = [response for group in plan.groups for response in group.responses]
     rewards = [float(response.reward or 0.0) for response in responses]
     advantages = torch.cat(plan.advantages)
@@ -185,10 +259,10 @@ def _metrics(
         "mismatch/kl": loss["sampler_kl"],
         "mismatch/effective_sample_size": loss["effective_sample_size"],
         "mismatch/importance_capped": loss["importance_capped"],
-        "optimizer/grad_norm": result.grad_norm,
-        "optimizer/lr": result.lr,
         "speed/tokens_per_second": fed / seconds,
         "speed/updates_per_hour": 3600.0 / seconds,
         "seconds/update": seconds,
     }
+    if result is not None:
+        values |= {"optimizer/grad_norm": result.grad_norm, "optimizer/lr": result.lr}
     return values | {f"seconds/{name}": watch.seconds.get(name, 0.0) for name in _PHASES}

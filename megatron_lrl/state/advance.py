@@ -26,9 +26,17 @@ Tokens = Sequence[int] | Tensor
 class AdvanceContext(PackedSeqParams):
     """Rides through Megatron-Core's layers in the place of packed-sequence parameters."""
 
-    def __init__(self, state: SequenceState, layout: TokenLayout, cp_group: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        state: SequenceState,
+        layout: TokenLayout,
+        cp_group: Any,
+        device: torch.device,
+        state_only: bool = False,
+    ) -> None:
+        """``state_only``: nothing reads the final hidden states, so the last layer may stop at its keys and values."""
         super().__init__(qkv_format="sbhd")
-        self.state, self.layout, self.kv_cp_group = state, layout, cp_group
+        self.state, self.layout, self.kv_cp_group, self.state_only = state, layout, cp_group, state_only
         self.positions_m = layout.positions(device)
 
     def attend(
@@ -44,6 +52,10 @@ class AdvanceContext(PackedSeqParams):
         return self.state.attend(
             layer_number, q_mHd, k_mhd, v_mhd, self.layout, scale, self.kv_cp_group, gate_h
         )
+
+    def append(self, layer_number: int, k_mhd: Tensor, v_mhd: Tensor) -> None:
+        """Called by `PolicyLayer` where the attention's output feeds nothing: the layer's state grows."""
+        self.state.append(layer_number, k_mhd, v_mhd, self.layout)
 
 
 def token_layout(model: Any, state: SequenceState, lengths: Sequence[int]) -> TokenLayout:
@@ -75,10 +87,11 @@ def advance(model: Any, state: SequenceState, tokens: Sequence[Tokens], head: He
         model: this stage's `PolicyModel`, or Megatron-Core's DDP around it.
         state: open state with as many branches as ``tokens``; fails if frozen or closed.
         tokens: token ids of each branch, any lengths (0 included), at least one token in all.
-        head: what to compute from the final hidden states (last stage only). None: nothing is computed after the
-            last layer.
+        head: what to compute from the final hidden states (last stage only). None: of the last layer only the keys
+            and values are computed, which is all that later tokens read.
 
-    Returns: the head's output on the last stage, hidden states [m / tp, 1, hidden] for the next stage elsewhere.
+    Returns: the head's output on the last stage (without a head no rows: [0, 1, hidden]), hidden states
+    [m / tp, 1, hidden] for the next stage elsewhere.
 
     Under context parallelism every rank passes the same tokens and computes its slice. With pipeline parallelism the
     caller feeds one round at a time (`split_rounds`) and settles the state between them.
@@ -89,15 +102,12 @@ def advance(model: Any, state: SequenceState, tokens: Sequence[Tokens], head: He
     if len(lengths) != state.branches or not sum(lengths):
         raise ValueError(f"expected tokens for {state.branches} branches, got lengths {lengths}")
     rounds = split_rounds(state, tokens)
-    pp_group = core.pg_collection.pp
-    if len(rounds) > 1 and pp_group.size() > 1:
+    if len(rounds) > 1 and core.pg_collection.pp.size() > 1:
         raise ValueError("under pipeline parallelism an advance takes one round: use split_rounds and settle")
     outputs = []
     try:
         for part in rounds:
             outputs.append(_pass(model, core, state, part, head))
-            if pp_group.size() == 1:
-                state.settle(pp_group)
     except BaseException:
         # Some layers have grown and others have not: this state must not be read again.
         state.close()
@@ -112,7 +122,7 @@ def _pass(model: Any, core: Any, state: SequenceState, tokens: Sequence[Tokens],
     layout = token_layout(core, state, [len(branch) for branch in tokens])
     device = core.rotary_pos_emb.inv_freq.device
     flat = torch.cat([torch.as_tensor(branch, dtype=torch.long) for branch in tokens]).to(device)
-    context = AdvanceContext(state, layout, core.pg_collection.cp, device)
+    context = AdvanceContext(state, layout, core.pg_collection.cp, device, state_only=head is None)
 
     def process(*, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states if head is None else head(hidden_states, layout, core)

@@ -5,7 +5,7 @@ Legend: m this rank's new slots, H query heads, h KV heads of this tp rank, d he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,13 +25,19 @@ class KVLayer:
     the pages it appends to. With ``log`` every advance's pieces are remembered, so that `before` can go back in time.
     """
 
-    def __init__(self, past: Sequence[PageSlice] = (), reserve: int = 0, log: bool = False) -> None:
-        """``reserve``: tokens of this rank to make room for at the first append."""
+    def __init__(
+        self,
+        past: Sequence[PageSlice] = (),
+        reserve: Mapping[int, int] | None = None,
+        log: bool = False,
+        growing: bool = False,
+    ) -> None:
+        """``reserve``: by chunk, tokens that its first page makes room for. ``growing``: pages are followed by larger ones."""
         self.past = tuple(past)
         self.own: list[Page] = []
         self.rounds: list[list[Entry]] | None = [] if log else None
         self.newest: tuple[Tensor, Tensor] | None = None  # k_mhd, v_mhd of the last advance, if they are live
-        self._reserve = reserve
+        self._reserve, self._growing = dict(reserve or {}), growing
 
     def attend(
         self, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout, scale: float, cp_group: Any
@@ -96,12 +102,15 @@ class KVLayer:
             row = target.length
             target.write(k_bhtd, v_bhtd)
             return Entry(target, row, piece)
-        capacity = 0 if live else max(self._reserve, piece.length)
-        before = [p.length for p in self.own if (p.branch, p.branches) == (piece.branch, piece.branches)]
-        if capacity and before:
+        capacity = 0 if live else max(self._reserve.pop(chunk, 0), piece.length)
+        if capacity and self._growing:
             # Decoding outgrew its page: double, so that pages stay few.
-            capacity = max(capacity, sum(before), _GROWTH)
-        self._reserve = 0
+            grown = sum(
+                p.length
+                for p in self.own
+                if (p.branch, p.branches, p.chunk) == (piece.branch, piece.branches, chunk)
+            )
+            capacity = max(capacity, grown, _GROWTH if grown else 0)
         page = Page(piece, k_bhtd, v_bhtd, capacity, chunk)
         self.own.append(page)
         return Entry(page, 0, piece)

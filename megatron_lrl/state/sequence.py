@@ -5,7 +5,7 @@ Lifecycle: OPEN (grows by `advance`) -> FROZEN (read by forks only) -> CLOSED (f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Self
 
@@ -32,11 +32,17 @@ class SequenceState:
     subclasses: they say where an advance must be cut (`rounds`) and how a layer attends.
     """
 
-    def __init__(self, branches: int = 1, start: int = 0, reserve: int = 0, log: bool = False) -> None:
+    def __init__(
+        self,
+        branches: int = 1,
+        start: int = 0,
+        reserve: Mapping[int, int] | None = None,
+        log: bool = False,
+    ) -> None:
         """An empty state of ``branches`` sequences whose first token will stand at position ``start``.
 
-        ``reserve``: tokens this rank will own, if known, so that they lie in one page. ``log``: remember each advance,
-        so that `before` can go back to it.
+        ``reserve``: tokens this rank will own, by chunk (see `reservation`), so that they lie in one page. ``log``:
+        remember each advance, so that `before` can go back to it.
         """
         if branches < 1:
             raise ValueError(f"a state holds at least one branch, not {branches}")
@@ -45,7 +51,8 @@ class SequenceState:
         self._layers: dict[int, KVLayer] = {}
         self._parent: SequenceState | None = None
         self._reserve, self._log = reserve, log
-        self._history: list[tuple[int, ...]] = []  # counts before each advance
+        self._growing = False  # tokens come one by one: pages get spare capacity
+        self._counts_before: list[tuple[int, ...]] = []  # counts before each advance
 
     @property
     def branches(self) -> int:
@@ -58,6 +65,10 @@ class SequenceState:
     def cuts(self, count: int) -> set[int]:
         """Positions below ``count`` where a capture from position 0 must be cut (none, under full attention)."""
         return set()
+
+    def reservation(self, spans: Sequence[tuple[int, int]], local: Sequence[int]) -> dict[int, int]:
+        """Room to reserve for a capture in these spans, of which this rank owns ``local`` tokens each."""
+        return {0: sum(local)}
 
     sequential = False
     """Whether a pass needs what the last pipeline stage computed in the one before it."""
@@ -82,6 +93,10 @@ class SequenceState:
         """Layer ``number`` (1-based, global) attends over its state and the new tokens, and grows. Returns o_mHd."""
         return self.layer(number).attend(q_mHd, k_mhd, v_mhd, layout, scale, cp_group)
 
+    def append(self, number: int, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout) -> None:
+        """Layer ``number`` grows by new tokens whose attention nothing reads."""
+        self.layer(number).append(k_mhd, v_mhd, layout.pieces)
+
     def layer(self, number: int) -> KVLayer:
         """State of a layer; created at first use."""
         self._check_readable()
@@ -95,8 +110,8 @@ class SequenceState:
         self._check_readable()
         yield from self._layers.items()
 
-    def freeze(self) -> Self:
-        """No more growth; from now on only forks read it."""
+    def freeze(self, pp_group: Any = None) -> Self:
+        """No more growth; from now on only forks read it. Collective over the stages, if there are several."""
         self._check_readable()
         self.phase = Phase.FROZEN
         return self
@@ -107,7 +122,7 @@ class SequenceState:
         if self.phase is not Phase.FROZEN or self.branches != 1:
             raise ValueError(f"fork a frozen state of one branch, not a {self.phase.value} one of {self.branches}")
         child = self._empty(branches, self.counts[0], log)
-        child._parent = self
+        child._parent, child._growing = self, not log
         return child
 
     def before(self, number: int) -> Self:
@@ -117,7 +132,7 @@ class SequenceState:
         """
         self._check_readable()
         state = self._empty(self.branches, 0, False)
-        state.counts = list([*self._history, self.counts][number])
+        state.counts = list([*self._counts_before, self.counts][number])
         state._parent = self
         for key, layer in self._layers.items():
             state._layers[key] = state._new_layer(key, self._slices_before(key, layer, number))
@@ -138,7 +153,7 @@ class SequenceState:
         ``live_from`` must be where an advance of this (logged) state began, or its end. Returns the bytes allocated.
         """
         total = 0
-        first = next((i for i, counts in enumerate(self._history) if counts[0] >= live_from), None)
+        first = next((i for i, counts in enumerate(self._counts_before) if counts[0] >= live_from), None)
         for _, layer in self.layers():
             for page in layer.own:
                 total += page.enable_adjoint(dtype, _constant_tokens(layer, page, first))
@@ -168,7 +183,7 @@ class SequenceState:
     def grow(self, lengths: Sequence[int]) -> None:
         """Count tokens that every layer has processed."""
         if self._log:
-            self._history.append(tuple(self.counts))
+            self._counts_before.append(tuple(self.counts))
         self.counts = [count + length for count, length in zip(self.counts, lengths, strict=True)]
 
     def check_open(self) -> None:
@@ -182,7 +197,7 @@ class SequenceState:
         return type(self)(branches, start, log=log)
 
     def _new_layer(self, number: int, past: Sequence[PageSlice]) -> KVLayer:
-        return KVLayer(past, self._reserve, self._log)
+        return KVLayer(past, self._reserve, self._log, self._growing)
 
     def _slices_before(self, number: int, layer: KVLayer, advance: int) -> list[PageSlice]:
         return layer.slices_before(advance)

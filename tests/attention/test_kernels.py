@@ -5,8 +5,9 @@ softmax's gradient.
 Why the tests show it: the truth is plain autograd through a dense softmax over the concatenated keys in
 float64 (over the same, already rounded inputs); lengths are 1, one less and one more than the kernels' own
 tiles, and primes; query heads come in groups of 1, 3 and 5 over stride-0 keys. Tolerances follow from the
-unit roundoff u of the dtype, see `TOLERANCE`. Not shown: other devices than the one the tests run on; the
-`gpu` tests repeat the claims there.
+unit roundoff u of the dtype, see `TOLERANCE`.
+
+Not shown: other devices than the one the tests run on; the `gpu` tests repeat the claims there.
 """
 
 from __future__ import annotations

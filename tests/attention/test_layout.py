@@ -4,8 +4,9 @@ lengths, the branches, the resident blocks and the context-parallel size.
 Why the tests show it: the kernel calls of all ranks are counted into a matrix of queries by keys, and the
 matrix is compared with the mask that `reference.dense_attention` really applies (read off from its output
 by feeding it zero scores and one-hot values), for random branch lengths including 0, ragged and batched
-blocks, empty ranks and padding. Not shown: that the kernels compute what a task says (test_kernels,
-test_segment).
+blocks, empty ranks and padding.
+
+Not shown: that the kernels compute what a task says (test_kernels, test_segment).
 """
 
 from __future__ import annotations

@@ -5,16 +5,17 @@ graph.
 Why the tests show it: the oracle is one masked softmax with plain autograd that knows neither segments nor
 kernels; at float64 both agree to 1e-12 relative, a hundred times below what a dropped or doubled key would
 cause. Adjoint buffers start from a constant, so an overwrite shows; padding slots get a random dO, so a
-leak shows. Not shown: several ranks (test_segment_cp), the layers around it (tests/lifetimes,
-tests/checks).
+leak shows.
+
+Not shown: several ranks (test_segment_cp), the layers around it (tests/lifetimes, tests/checks).
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from attention.segment_cases import Case, errors, own, shared
 
+from attention.segment_cases import Case, errors, own, shared
 from megatron_lrl.attention.layout import TokenLayout
 from megatron_lrl.attention.segment import Block, segment_attention
 

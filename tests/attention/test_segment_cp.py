@@ -4,14 +4,17 @@ attention equals dense attention on one machine, forward and backward.
 Why the test shows it: every rank compares its slice of output and gradients, and its own blocks' adjoints,
 with the float64 oracle over all ranks' keys to 1e-12. The cases hold ranks without blocks, ranks without
 new tokens, ranks with neither, branches cut at every possible place, and blocks of different kinds on
-different ranks. Not shown: traffic volume; layouts beyond cp (tests/checks).
+different ranks.
+
+Not shown: traffic volume; layouts beyond cp (tests/worlds).
 """
 
 from __future__ import annotations
 
 import pytest
-from attention.segment_cases import Case, own, shared
 from harness import World, run_world
+
+from attention.segment_cases import Case, own, shared
 
 CASES = {
     "balanced": Case([12], [[shared(6)], [shared(6)], [shared(6)]]),

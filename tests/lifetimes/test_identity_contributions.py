@@ -1,13 +1,16 @@
 """Claim: an identity that does not match names every field that differs; a branch is counted exactly once.
 
-Why the tests show it: each field of an identity is changed alone, in turn, and the error must name that field and both
-values; contributions are driven through random orders with a duplicate, a stranger or a gap inserted.
+Why the tests show it: each field of an identity is changed alone, in turn, and the error must name that
+field and both values; contributions are driven through random orders with a duplicate, a stranger or a gap
+inserted.
+
 Not shown: that a run fills the fields in (test_window).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from dataclasses import fields, replace
 
@@ -38,7 +41,7 @@ def test_a_difference_is_named(name: str) -> None:
 
 
 def test_all_differences_are_named() -> None:
-    with pytest.raises(IdentityMismatch, match="model_version: .*; rope: "):
+    with pytest.raises(IdentityMismatch, match=r"model_version: .*; rope: "):
         IDENTITY.require(replace(IDENTITY.at_version(4), rope="another"))
 
 
@@ -54,7 +57,7 @@ KEYS = [BranchKey(group, i) for group in "ab" for i in range(3)]
 def test_every_branch_counts_once_in_any_order_and_grouping(order: list[BranchKey], cuts: list[int]) -> None:
     window = Contributions(KEYS)
     edges = [0, *sorted(cuts), len(order)]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         assert window.missing == [key for key in KEYS if key in order[low:]]
         window.count(order[low:high])
     window.require_complete()

@@ -1,9 +1,10 @@
-"""Claim: saved-for-backward bytes count each storage once and nothing that lives elsewhere; the peak of a replay does
-not grow with the group, and resident bytes are what the shapes say.
+"""Claim: saved-for-backward bytes count each storage once and nothing that lives elsewhere; the peak of a
+replay does not grow with the group, and resident bytes are what the shapes say.
 
-Why the tests show it: small graphs are counted by hand, with shared storages, views, excluded tensors and a backward
-that frees them; a group of 8 is replayed beside a group of 2 with K = 1; resident bytes are derived from the model's
-sizes.
+Why the tests show it: small graphs are counted by hand, with shared storages, views, excluded tensors and a
+backward that frees them; a group of 8 is replayed beside a group of 2 with K = 1; resident bytes are
+derived from the model's sizes.
+
 Not shown: the allocator's own peak (tools/bench_replay measures it).
 """
 

@@ -1,10 +1,12 @@
-"""Claim: a window's phases are enforced, a prefix dies with the step that made it stale, and a replay that fails
-half-way leaves no trace in the gradient.
+"""Claim: a window's phases are enforced, a prefix dies with the step that made it stale, and a replay that
+fails half-way leaves no trace in the gradient.
 
-Why the tests show it: every illegal transition is tried; a failure is injected in the second micro-batch, when the
-first has already been added to the buffers, and after the restart the gradient is bit-equal to that of a window in
-which nothing failed; stale reads are tried after a step, after a close and with another prompt.
-Not shown: gradients themselves (test_contracts), several ranks (tests/checks).
+Why the tests show it: every illegal transition is tried; a failure is injected in the second micro-batch,
+when the first has already been added to the buffers, and after the restart the gradient is bit-equal to
+that of a window in which nothing failed; stale reads are tried after a step, after a close and with another
+prompt.
+
+Not shown: gradients themselves (tests/worlds), several ranks (tests/worlds).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ LOSS = mean_loss(0.1)
 
 @pytest.fixture(scope="module")
 def run(session_dir: Path) -> Iterator[Run]:
-    with tiny_run(session_dir, "prefix.chunk_size=7", optimizer=True) as run:
+    with tiny_run(session_dir, "prefix.chunk_size=7", "model.dtype=float32", optimizer=True) as run:
         yield run
 
 
@@ -178,12 +180,14 @@ def test_a_prefix_dies_with_the_step(run: Run) -> None:
 def test_a_prefix_of_another_version_or_prompt_is_refused(run: Run) -> None:
     with run.update_window() as window, window.prompt_group("g", PROMPT) as group:
         group.version -= 1  # as if the model had moved on without closing the window
-        with pytest.raises(IdentityMismatch, match=f"model_version: resident {run.version - 1}, needed {run.version}"):
+        with pytest.raises(
+            IdentityMismatch, match=f"model_version: resident {run.version - 1}, needed {run.version}"
+        ):
             group.fork(1)
         group.version += 1
         assert group.fork(1).counts == [len(PROMPT) - 1]
         wanted = run.identity(PROMPT[:-2])
-        with pytest.raises(IdentityMismatch, match="tokens: .*count: resident 18, needed 17"):
+        with pytest.raises(IdentityMismatch, match=r"tokens: .*count: resident 18, needed 17"):
             group.identity.require(wanted)
 
 

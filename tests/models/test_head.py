@@ -1,11 +1,13 @@
-"""Claim: chunked, vocabulary-parallel log-probabilities and entropies equal torch's log_softmax, and so do their
-gradients; rows that pad the vocabulary have neither probability nor gradient.
+"""Claim: chunked, vocabulary-parallel log-probabilities and entropies equal torch's log_softmax, and so do
+their gradients; rows that pad the vocabulary have neither probability nor gradient.
 
-Why the tests show it: the oracle is log_softmax over the true vocabulary with plain autograd, in float64 (1e-12) and
-against float32 rounding; chunks of 1, of primes and larger than the rows; a vocabulary of a prime size padded for tp;
-padding rows hold huge weights, so that a leak of probability cannot be missed. Under tp = 2 each rank's shard is
-compared with its rows of the oracle.
-Not shown: bfloat16 logits (their rounding is the matrix product's own), sequence parallelism (tests/checks).
+Why the tests show it: the oracle is log_softmax over the true vocabulary with plain autograd, in float64
+(1e-12) and against float32 rounding; chunks of 1, of primes and larger than the rows; a vocabulary of a
+prime size padded for tp; padding rows hold huge weights, so that a leak of probability cannot be missed.
+Under tp = 2 each rank's shard is compared with its rows of the oracle.
+
+Not shown: bfloat16 logits (their rounding is the matrix product's own), sequence parallelism
+(tests/worlds).
 
 Legend: n rows, H hidden, V vocabulary.
 """
@@ -17,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import World, run_world
 from torch import Tensor
 
-from harness import World, run_world
 from megatron_lrl.models.head import gather_logits, local_logits, policy_logprobs
 
 V, H = 131, 16
@@ -60,7 +62,13 @@ def oracle(
 
 
 def ours(
-    hidden: Tensor, weight: Tensor, target: Tensor, upstream: Tensor, temperature: float, chunk: int, group: Any
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    upstream: Tensor,
+    temperature: float,
+    chunk: int,
+    group: Any,
 ) -> dict[str, Tensor]:
     hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
     logprob, entropy = policy_logprobs(

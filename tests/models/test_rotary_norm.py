@@ -1,9 +1,11 @@
-"""Claim: rotary angles at explicit positions and RMSNorm are transformers' own, for every supported RoPE kind.
+"""Claim: rotary angles at explicit positions and RMSNorm are transformers' own, for every supported RoPE
+kind.
 
-Why the tests show it: cos and sin of our angles, times the attention factor, are compared bit for bit in float32 with
-transformers' Llama rotary module at positions that are neither contiguous nor small; the rotation itself, as
-Megatron-Core applies it, is compared with transformers' `apply_rotary_pos_emb`. RMSNorm is compared with transformers'
-LlamaRMSNorm and, in float64, with the formula.
+Why the tests show it: cos and sin of our angles, times the attention factor, are compared bit for bit in
+float32 with transformers' Llama rotary module at positions that are neither contiguous nor small; the
+rotation itself, as Megatron-Core applies it, is compared with transformers' `apply_rotary_pos_emb`. RMSNorm
+is compared with transformers' LlamaRMSNorm and, in float64, with the formula.
+
 Not shown: what a config.json may say (test_rope_spec, test_hf_config).
 """
 
@@ -14,13 +16,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from oracle.tiny_models import ROPE_KINDS
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_lrl.models.norm import RMSNorm
 from megatron_lrl.models.rope_spec import RopeSpec, read_rope
 from megatron_lrl.models.rotary import PositionRotaryEmbedding
-from oracle.tiny_models import ROPE_KINDS
 
 D = 16
 POSITIONS = torch.tensor([0, 1, 2, 255, 256, 257, 1023, 5, 5, 70_000])
@@ -35,7 +37,10 @@ def spec_of(kind: str) -> RopeSpec:
 def transformers_rotary(kind: str) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(
         LlamaConfig(
-            hidden_size=D, num_attention_heads=1, max_position_embeddings=1024, rope_parameters=dict(ROPE_KINDS[kind])
+            hidden_size=D,
+            num_attention_heads=1,
+            max_position_embeddings=1024,
+            rope_parameters=dict(ROPE_KINDS[kind]),
         )
     )
 
@@ -59,7 +64,9 @@ def test_cos_and_sin_are_transformers_bit_for_bit(kind: str) -> None:
 def test_megatron_core_applies_the_same_rotation(kind: str) -> None:
     factor = spec_of(kind).attention_factor
     q_mhd = torch.randn(len(POSITIONS), 3, D, generator=torch.Generator().manual_seed(0))
-    ours = _apply_rotary_pos_emb_bshd(q_mhd.unsqueeze(1), angles(kind, torch.float32), mscale=factor).squeeze(1)
+    ours = _apply_rotary_pos_emb_bshd(q_mhd.unsqueeze(1), angles(kind, torch.float32), mscale=factor).squeeze(
+        1
+    )
     q_bhsd = q_mhd.transpose(0, 1).unsqueeze(0)
     theirs, _ = apply_rotary_pos_emb(q_bhsd, q_bhsd, *transformers_rotary(kind)(q_bhsd, POSITIONS[None]))
     assert torch.allclose(ours, theirs[0].transpose(0, 1), rtol=0, atol=1e-6)

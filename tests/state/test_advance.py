@@ -1,26 +1,29 @@
-"""Claim: `advance` computes the model at the state's position, and cutting a feed into pieces changes nothing.
+"""Claim: `advance` computes the model at the state's position, and cutting a feed into pieces changes
+nothing.
 
-Why the tests show it: final hidden states, turned into logits, are compared in float64 with a plain transformer that
-has no state (tests/oracle/plain_fp64), to 1e-10; the same tokens are fed at once, in ragged pieces, token by token,
-and as forks of a prefix, with branches that stand still.
-Not shown: gradients (tests/lifetimes), several ranks (tests/checks).
+Why the tests show it: final hidden states, turned into logits, are compared in float64 with a plain
+transformer that has no state (tests/oracle/plain_fp64), to 1e-10; the same tokens are fed at once, in
+ragged pieces, token by token, and as forks of a prefix, with branches that stand still.
+
+Not shown: gradients (tests/lifetimes), several ranks (tests/worlds).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lifetimes.tiny import ids, tiny_run
+from oracle.plain_fp64 import PlainModel
 from torch import Tensor
 
-from lifetimes.tiny import ids, tiny_run
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.head import all_rows, output_weight
 from megatron_lrl.state import SequenceState, advance
-from oracle.plain_fp64 import PlainModel
 
 VOCAB = 131
 
@@ -66,7 +69,7 @@ def close(ours: Tensor, oracle: Tensor) -> None:
 def test_pieces_equal_the_whole(run: Run, plain: PlainModel, pieces: tuple[int, ...]) -> None:
     sequence = ids(sum(pieces), 3)
     cuts = [sum(pieces[:i]) for i in range(len(pieces) + 1)]
-    steps = [[sequence[low:high]] for low, high in zip(cuts, cuts[1:], strict=False)]
+    steps = [[sequence[low:high]] for low, high in pairwise(cuts)]
     state = SequenceState()
     (ours,) = feed(run, state, steps)
     close(ours, expected(plain, sequence))
@@ -90,21 +93,51 @@ def test_branches_of_different_length_some_of_them_still(run: Run, plain: PlainM
     assert state.counts == [20, 13, 17]
 
 
-def test_decoding_forks_of_a_chunked_prefix(run: Run, plain: PlainModel) -> None:
+def test_decoding_forks_of_a_prefix_captured_in_chunks_without_a_head(run: Run, plain: PlainModel) -> None:
+    """Without a head the last layer stops at its keys and values: what is resident must be the same."""
     prompt, tails = ids(17, 8), [ids(70, 9), ids(70, 10)]
     prefix = SequenceState(reserve=17)
-    feed(run, prefix, [[prompt[:5]], [prompt[5:16]], [prompt[16:]]])
+    with torch.no_grad():
+        for chunk in (prompt[:5], prompt[5:16], prompt[16:]):
+            hidden = advance(run.model, prefix, [chunk])
+            assert hidden.shape == (0, 1, run.arch.hidden_size)
     state = prefix.freeze().fork(2)
     found = feed(run, state, [[[tail[i]] for tail in tails] for i in range(70)])
     for tail, ours in zip(tails, found, strict=True):
         close(ours, expected(plain, (*prompt, *tail))[len(prompt) :])
 
 
-def test_without_a_head_nothing_is_computed_after_the_last_layer(run: Run) -> None:
-    state = SequenceState()
-    with torch.no_grad():
-        hidden = advance(run.model, state, [ids(5, 1)])
-    assert hidden.shape == (5, 1, run.arch.hidden_size)
+def test_branches_that_are_dropped_leave_the_others_alone(run: Run, plain: PlainModel) -> None:
+    prompt, tails = ids(5, 11), [ids(8, 12 + i) for i in range(4)]
+    prefix = SequenceState()
+    feed(run, prefix, [[prompt]])
+    state = prefix.freeze().fork(4)
+    found = [[part] for part in feed(run, state, [[[tail[i]] for tail in tails] for i in range(3)])]
+    state.keep([0, 2, 3])
+    for branch, part in zip((0, 2, 3), feed(run, state, [[tails[b][3:6] for b in (0, 2, 3)]]), strict=True):
+        found[branch].append(part)
+    state.keep([1])
+    found[2] += feed(run, state, [[tails[2][6:]]])
+    for branch, fed in enumerate((6, 3, 8, 6)):
+        close(torch.cat(found[branch]), expected(plain, (*prompt, *tails[branch][:fed]))[len(prompt) :])
+    with pytest.raises(ValueError, match=r"branches to keep must ascend within 0\.\.0"):
+        state.keep([1])
+
+
+def test_a_logged_state_can_be_advanced_again_from_any_of_its_advances(run: Run, plain: PlainModel) -> None:
+    sequence, cuts = ids(20, 20), [0, 6, 7, 15, 20]
+    state = SequenceState(log=True)
+    feed(run, state, [[sequence[low:high]] for low, high in pairwise(cuts)])
+    whole = expected(plain, sequence)
+    for number in reversed(range(4)):
+        again = state.before(number)
+        assert again.counts == [cuts[number]]
+        (ours,) = feed(run, again, [[sequence[cuts[number] :]]])
+        close(ours, whole[cuts[number] :])
+    assert state.counts == [20]
+    state.close()
+    with pytest.raises(RuntimeError, match="stale state"):
+        again.layer(1)
 
 
 @pytest.mark.parametrize("tokens", [[], [()], [(1,), (2,)]], ids=["no-branch", "no-token", "two-branches"])

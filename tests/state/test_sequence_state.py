@@ -1,8 +1,10 @@
-"""Claim: resident state is shared by forks without a copy, grows by appending, and cannot be read once it is dead.
+"""Claim: resident state is shared by forks without a copy, grows by appending, and cannot be read once it
+is dead.
 
-Why the tests show it: storage addresses tell a copy from a view; block counts and byte counts are derived by hand; a
-closed state raises, and a view somebody kept reads NaN; what `attend` returns from grown state is compared with dense
-attention over everything fed so far.
+Why the tests show it: storage addresses tell a copy from a view; block counts and byte counts are derived
+by hand; a closed state raises, and a view somebody kept reads NaN; what `attend` returns from grown state
+is compared with dense attention over everything fed so far.
+
 Not shown: the model around the state (test_advance), several ranks (tests/lifetimes).
 
 Legend: m new slots, H query heads, h KV heads, d head dim.
@@ -101,11 +103,15 @@ def test_a_fork_shares_the_prefix_and_owns_its_tail() -> None:
     st.integers(1, 9),
     st.integers(1, 4).flatmap(
         lambda branches: st.lists(
-            st.lists(st.integers(0, 4), min_size=branches, max_size=branches).filter(any), min_size=1, max_size=5
+            st.lists(st.integers(0, 4), min_size=branches, max_size=branches).filter(any),
+            min_size=1,
+            max_size=5,
         )
     ),
 )
-def test_any_sequence_of_ragged_growth_reads_everything_fed_before(tokens: int, steps: list[list[int]]) -> None:
+def test_any_sequence_of_ragged_growth_reads_everything_fed_before(
+    tokens: int, steps: list[list[int]]
+) -> None:
     feed = prefix(tokens).fork(len(steps[0]))
     for lengths in steps:
         assert feed(lengths) < 1e-12

@@ -1,0 +1,1 @@
+"""LastKV attention: history is the last layer's keys and values, and chunk boundaries are part of the policy."""

@@ -1,0 +1,70 @@
+"""A run's objects built anew on new process groups, around the values they had.
+
+Megatron-Core's modules, gradient buffers and optimizers keep the process groups they were built with. After
+`Connections.reconnect` they are built again and take over parameters, master weights, moments and step counts, bit for
+bit; gradients start at zero.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_lrl.checkpoint.rng_state import pack_rng, unpack_rng
+from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
+from megatron_lrl.models.build import build_model
+from megatron_lrl.runtime import DTYPES
+
+if TYPE_CHECKING:
+    from megatron_lrl.lifetimes.run import Run
+
+
+def reopen(run: Run) -> None:
+    """Rebuild the run's model, gradient buffers, optimizer and reference model; collective.
+
+    Holds the parameters twice for a moment. No prefix may be open.
+    """
+    rng = pack_rng(run.runtime)  # building draws initial weights
+    model, optimizer, scheduler = run.model, run.optimizer, run.scheduler
+    run.model = _rebuilt(run, run.core(model))
+    if run.reference is not None:
+        run.reference = _rebuilt(run, run.reference).requires_grad_(False)
+    if model is not run.core(model):
+        sharded = model.ddp_config.use_distributed_optimizer
+        run.model = wrap_ddp(run.model, run.runtime, sharded)
+        if optimizer is not None:
+            run.optimizer, run.scheduler = build_optimizer(run.model, run.config, sharded)
+            _take_over(optimizer, run.optimizer)
+            run.scheduler.num_steps = 0
+            run.scheduler.step(increment=int(scheduler.num_steps))
+    unpack_rng(rng, run.runtime)
+    del model, optimizer, scheduler
+    gc.collect()  # Megatron-Core's modules refer to themselves; the old parameters should go now
+    run.measure_run_bytes()
+
+
+def _rebuilt(run: Run, old: Any) -> Any:
+    """A model like ``old`` with its parameters and buffers."""
+    config = run.config
+    new = build_model(run.arch, run.runtime, DTYPES[config.model.dtype], config.parallel.sequence_parallel)
+    new.load_state_dict(old.state_dict())
+    return new
+
+
+@torch.no_grad()
+def _take_over(old: Any, new: Any) -> None:
+    """Master weights and state of every parameter of one optimizer, into another of the same layout."""
+    for source, target in zip(_parts(old), _parts(new), strict=True):
+        groups = zip(source.optimizer.param_groups, target.optimizer.param_groups, strict=True)
+        for before, after in groups:
+            for old_main, new_main in zip(before["params"], after["params"], strict=True):
+                new_main.copy_(old_main)
+                if old_main in source.optimizer.state:
+                    target.optimizer.state[new_main] = source.optimizer.state[old_main]
+            after.update({key: value for key, value in before.items() if key != "params"})
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
