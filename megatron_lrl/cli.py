@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_lrl import __version__
-from megatron_lrl.config import check_supported, describe_settings, load_config
+from megatron_lrl.config import describe_settings, load_config
 from megatron_lrl.errors import UserError
 
 _DESCRIPTION = """\
@@ -46,9 +47,11 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "Convert a Hugging Face directory (config.json, safetensors, tokenizer) to a Megatron "
             "distributed "
             "checkpoint, which `train` and the other verbs read as model.checkpoint.",
+            "With --lastkv-chunk a model of full attention becomes a LastKV one: config.json gets the key "
+            "lastkv, each layer a gate per KV head. It is not the original function any more.",
             _TARGET,
         ),
-        "import HF_DIR CKPT_DIR [--tp N] [--pp N]",
+        "import HF_DIR CKPT_DIR [--lastkv-chunk C] [--no-lastkv-blend] [--lastkv-gate-init A] [--tp N] [--pp N]",
         "import Qwen3-8B ckpt/qwen3-8b",
     ),
     "export": (
@@ -124,6 +127,18 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
         "check CONFIG [--out R.json] [key=value ...]",
         "check config.toml --out report.json",
     ),
+    "plan": (
+        "bytes per rank by lifetime, what fits, break-even; before launch, without GPUs or weights",
+        (
+            "Plan a window before it is launched: bytes of every kind of rank by lifetime, the largest prompt, "
+            "response and group that fit a budget, and from where on the contract costs less than "
+            "full sequences. Reads the model's config.json only; one process plans for any number of ranks.",
+            _SETTINGS,
+        ),
+        "plan CONFIG [--world N] [--prompt P] [--response R] [--budget GIB] [--tflops T] [--out R.json] "
+        "[key=value ...]",
+        "plan config.toml --world 64 --prompt 131072 --budget 139 parallel.tp=4 parallel.cp=8",
+    ),
 }
 
 
@@ -144,6 +159,28 @@ def _size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def _share(text: str) -> float:
+    """A number between 0 and 1 from the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number > 0 and < 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    """A number above 0 from the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -171,6 +208,21 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(
                 f"--{size}", type=_size, default=1, metavar="N", help=f"{what} parallel size (default 1)"
             )
+        if name == "import":
+            sub.add_argument(
+                "--lastkv-chunk", type=_size, metavar="C", help="tokens per LastKV chunk of the converted model"
+            )
+            sub.add_argument(
+                "--no-lastkv-blend",
+                action="store_true",
+                help="the previous chunk is read from the last layer alone",
+            )
+            sub.add_argument(
+                "--lastkv-gate-init",
+                type=_share,
+                metavar="A",
+                help="alpha of the blend at initialisation, between 0 and 1 (default 0.1)",
+            )
     for name, sub in subparsers.items():
         sub.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file of settings")
         sub.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
@@ -186,11 +238,23 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--out", required=True, metavar=out, help="file to write")
         if name == "check":
             sub.add_argument("--out", metavar="R.json", help="also write the report as JSON")
+        if name == "plan":
+            sub.add_argument("--world", type=_size, metavar="N", help="ranks (default: tp * cp * pp)")
+            sub.add_argument("--prompt", type=_size, metavar="P", help="prompt tokens (default 32768, if they fit)")
+            sub.add_argument(
+                "--response", type=_size, metavar="R", help="response tokens (default rollout.max_new_tokens)"
+            )
+            sub.add_argument("--budget", type=_positive, metavar="GIB", help="memory of one rank, in GiB")
+            sub.add_argument(
+                "--tflops", type=_positive, metavar="T", help="10^12 operations a second that a rank achieves"
+            )
+            sub.add_argument("--out", metavar="R.json", help="also write the bytes as JSON")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb. Returns the exit status: 0, 2 for a mistake of the user, 1 for a check that failed."""
+    """Run a verb. Returns the exit status: 0, 2 for a mistake of the user, 1 for a check that failed, 130 when
+    interrupted."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if "--settings" in arguments:
         if _speaks():
@@ -202,6 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     configured = hasattr(options, "overrides")
     if stray := [word for word in rest if not configured or word.startswith("-") or "=" not in word]:
         parser.error(f"unrecognised arguments: {' '.join(stray)}")
+    if options.verb == "import" and options.lastkv_chunk is None:
+        for option in ("no_lastkv_blend", "lastkv_gate_init"):
+            if getattr(options, option):
+                parser.error(f"--{option.replace('_', '-')} needs --lastkv-chunk")
     if configured:
         options.overrides += rest
         if options.config is None:
@@ -213,10 +281,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _speaks():
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        return 130  # as a shell reports it; `train` saves a checkpoint and returns 0
 
 
 def _run(options: argparse.Namespace) -> int:
     # Torch and Megatron-Core are imported only once the command line is known to make sense.
+    if options.verb == "plan":
+        return _plan(options)
     from megatron_lrl.runtime import Layout, init_distributed, runtime_scope, shutdown_runtime
 
     world = init_distributed()
@@ -226,7 +298,6 @@ def _run(options: argparse.Namespace) -> int:
             with runtime_scope(layout) as runtime:
                 return _convert(options, runtime)
         config = world.together(load_config, options.config, options.overrides)
-        world.together(check_supported, config)
         parallel = config.parallel
         layout = Layout(parallel.tp, parallel.cp, parallel.pp, parallel.ep)
         with runtime_scope(layout, config.train.seed) as runtime:
@@ -235,11 +306,36 @@ def _run(options: argparse.Namespace) -> int:
         shutdown_runtime()
 
 
+def _plan(options: argparse.Namespace) -> int:
+    """One process, whatever the launcher: the ranks of a plan do not exist."""
+    if not _speaks():
+        return 0
+    from megatron_lrl.runtime import quiet_libraries
+
+    quiet_libraries()
+    from megatron_lrl.lifetimes.plan_report import plan
+
+    text = plan(
+        load_config(options.config, options.overrides),
+        world=options.world,
+        prompt=options.prompt,
+        response=options.response,
+        budget=options.budget,
+        teraflops=options.tflops,
+        out=options.out,
+    )
+    print(text, flush=True)
+    return 0
+
+
 def _convert(options: argparse.Namespace, runtime: Any) -> int:
     if options.verb == "import":
         from megatron_lrl.checkpoint.hf_import import import_checkpoint
+        from megatron_lrl.models.hf_config import LastKVSpec
 
-        import_checkpoint(options.source, options.target, runtime)
+        chunk = options.lastkv_chunk
+        lastkv = None if chunk is None else LastKVSpec(chunk, not options.no_lastkv_blend)
+        import_checkpoint(options.source, options.target, runtime, lastkv, options.lastkv_gate_init)
     else:
         from megatron_lrl.checkpoint.hf_export import export_checkpoint
 

@@ -25,7 +25,6 @@ from megatron_lrl.settings import Config, Table
 
 __all__ = [
     "Config",
-    "check_supported",
     "check_train",
     "describe_settings",
     "differing_settings",
@@ -74,18 +73,17 @@ def describe_settings() -> str:
     return "\n".join(lines[1:])
 
 
-def check_supported(config: Config) -> None:
-    """Raise UserError for settings that the schema knows and this version cannot run."""
-    if config.model.attention == "lastkv":
-        raise UserError('model.attention = "lastkv" is not available in this version; valid: "full"')
-
-
 def check_train(config: Config) -> None:
     """Raise UserError unless the settings that only training needs are there and can teach anything."""
     if config.data.prompts is None:
         raise UserError("train needs data.prompts: a JSONL file of prompts")
     if config.train.output is None:
         raise UserError('train needs train.output: a folder for the run, for example "runs/name"')
+    if config.model.dtype == "float64":
+        raise UserError(
+            'model.dtype = "float64" is for score and grad; the optimizer works in float32; '
+            'valid for train: "float32", "bfloat16"'
+        )
     if config.rollout.group_size < 2:
         raise UserError(
             f'rollout.group_size = {config.rollout.group_size}: loss.advantage = "{config.loss.advantage}" '

@@ -26,6 +26,8 @@ from megatron_lrl.errors import RankFailure, UserError
 
 T = TypeVar("T")
 
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -175,11 +177,10 @@ def init_distributed() -> World:
         torch.set_num_threads(per_rank)
     if not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
-        timeout = timedelta(minutes=30)
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
         elif world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
         else:
             raise UserError("WORLD_SIZE is set but MASTER_ADDR is not: launch with torchrun")
     return World(device, rank, world_size)
@@ -221,8 +222,11 @@ def init_runtime(layout: Layout, seed: int = 0) -> Runtime:
     return Runtime(world.device, world.rank, world.world_size, layout, groups)
 
 
-def model_parallel_groups(layout: Layout) -> Any:
-    """Megatron-Core's process groups of a layout, created; torch.distributed is up, and no such groups exist."""
+def model_parallel_groups(layout: Layout, gloo_groups: bool = True) -> Any:
+    """Megatron-Core's process groups of a layout, created; torch.distributed is up, and no such groups exist.
+
+    ``gloo_groups``: with its gloo groups beside the others (a planned world cannot have them).
+    """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -231,6 +235,7 @@ def model_parallel_groups(layout: Layout) -> Any:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        create_gloo_process_groups=gloo_groups,
     )
     return ProcessGroupCollection.use_mpu_process_groups()
 

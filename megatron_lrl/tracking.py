@@ -75,9 +75,7 @@ class Tracker:
                 f"train.output = {self.output_dir}: cannot write {error.filename or path}: {error.strerror}"
             ) from error
         # purge_step makes TensorBoard drop what an earlier process logged for the same updates.
-        self._writer: Any = SummaryWriter(
-            str(self.tensorboard_dir), purge_step=first_update if first_update else None, max_queue=1000
-        )
+        self._writer: Any = SummaryWriter(str(self.tensorboard_dir), purge_step=first_update, max_queue=1000)
         self._layout: tuple[str, ...] = ()
         self._stream = stream if stream is not None else sys.stderr
         self._bar: Any = None

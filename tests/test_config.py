@@ -16,7 +16,6 @@ import pytest
 
 from megatron_lrl.config import (
     Config,
-    check_supported,
     check_train,
     describe_settings,
     differing_settings,
@@ -272,14 +271,6 @@ def test_help_shows_every_key_once_with_its_default() -> None:
     assert '(one of "grpo", "dr_grpo", "rloo"; default: "grpo")' in text
     assert "(number > 0; default: 1e-06)" in text
     assert "(true or false; default: true if tp > 1)" in text
-
-
-def test_what_this_version_cannot_run_is_refused_by_name(write) -> None:
-    path = write('[model]\nhf = "DIR"\n')
-    for contract in ("conventional", "response_only", "exact", "truncated"):
-        check_supported(load_config(path, [f"prefix.contract={contract}"]))
-    with pytest.raises(UserError, match=r'model\.attention = "lastkv" is not available.*valid: "full"'):
-        check_supported(load_config(path, ["model.attention=lastkv"]))
 
 
 def test_training_needs_prompts_an_output_and_a_group(write) -> None:

@@ -36,7 +36,7 @@ def attend(q_nqsd: Tensor, k_nqtd: Tensor, v_nqtd: Tensor, causal: bool, scale: 
     Keys and values carry as many heads as the queries (stride 0 along a KV group is fine).
     Returns o_nqsd, lse_nqs.
     """
-    if q_nqsd.device.type == "cpu":
+    if q_nqsd.device.type in ("cpu", "meta"):  # meta: only shapes
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_nqsd, k_nqtd, v_nqtd, 0.0, causal, scale=scale
         )

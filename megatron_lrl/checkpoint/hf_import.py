@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import reduce
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from megatron_lrl.checkpoint import publish
 from megatron_lrl.checkpoint.binding import bind
+from megatron_lrl.checkpoint.lastkv import DEFAULT_GATE_INIT, converted, has_gates, initialise_gates
 from megatron_lrl.checkpoint.manifest import (
     Manifest,
     check_same_model,
@@ -23,23 +25,31 @@ from megatron_lrl.checkpoint.table import (
     Entry,
     check_names,
     conversion_table,
+    is_gate,
     is_recomputed,
 )
 from megatron_lrl.checkpoint.weights import load_weights, save_weights
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.build import build_model, check_layout
-from megatron_lrl.models.hf_config import Architecture, describe_rope, read_architecture
+from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
 from megatron_lrl.runtime import DTYPES as RUN_DTYPES
 from megatron_lrl.runtime import Runtime
 
 _COMPARED_ROWS = 4096  # rows of embedding and head held at once while comparing them
 
 
-def load_hf_weights(model: torch.nn.Module, arch: Architecture, hf_dir: str | Path, runtime: Runtime) -> None:
+def load_hf_weights(
+    model: torch.nn.Module,
+    arch: Architecture,
+    hf_dir: str | Path,
+    runtime: Runtime,
+    gate_init: float | None = None,
+) -> None:
     """Fill this rank's parameters from a Hugging Face directory, reading only the slices it holds.
 
     Collective over the world: a failure on one rank is raised on all. Values are cast to the parameters'
-    dtype.
+    dtype. `gate_init`: alpha of a LastKV model's gates where the directory holds a model of full attention;
+    None: the directory must hold gates if `arch` has them.
 
     Raises:
         UserError: missing, damaged, left-over, wrongly shaped or wrongly typed tensor; a stored head of a
@@ -47,45 +57,77 @@ def load_hf_weights(model: torch.nn.Module, arch: Architecture, hf_dir: str | Pa
             differs from the embedding.
     """
     with runtime.together(SafetensorsReader, hf_dir) as reader:
-        runtime.together(check_sources, reader, arch, compare_tied_head=runtime.is_main)
-        runtime.together(_fill, model, arch, reader, runtime)
+        if gate_init is None or runtime.together(read_architecture, hf_dir).lastkv is not None:
+            gate_init, stored = None, arch
+        else:
+            stored = arch.with_lastkv(None)
+        runtime.together(check_sources, reader, stored, compare_tied_head=runtime.is_main)
+        runtime.together(_fill, model, arch, reader, runtime, skip_gates=gate_init is not None)
+        if gate_init is not None:
+            runtime.together(initialise_gates, model, gate_init, source_dtype(reader))
 
 
 def load_checkpoint_weights(
-    model: torch.nn.Module, arch: Architecture, ckpt_dir: str | Path, runtime: Runtime
+    model: torch.nn.Module,
+    arch: Architecture,
+    ckpt_dir: str | Path,
+    runtime: Runtime,
+    gate_init: float | None = None,
 ) -> Manifest:
     """Fill this rank's parameters from a checkpoint that `import` or `train` wrote in any layout; collective.
+
+    `gate_init` as in `load_hf_weights`.
 
     Raises:
         UserError: no checkpoint there, damaged, or of another model.
     """
     manifest = runtime.together(read_manifest, ckpt_dir)
-    runtime.together(check_same_model, arch, manifest, ckpt_dir)
-    load_weights(model, ckpt_dir, runtime)
+    if gate_init is None or has_gates(manifest):
+        runtime.together(check_same_model, arch, manifest, ckpt_dir)
+        load_weights(model, ckpt_dir, runtime)
+    else:
+        runtime.together(check_same_model, arch.with_lastkv(None), manifest, ckpt_dir)
+        load_weights(model, ckpt_dir, runtime, skip=is_gate)
+        runtime.together(initialise_gates, model, gate_init, manifest.dtype)
     return manifest
 
 
-def import_checkpoint(hf_dir: str | Path, ckpt_dir: str | Path, runtime: Runtime) -> Architecture:
+def import_checkpoint(
+    hf_dir: str | Path,
+    ckpt_dir: str | Path,
+    runtime: Runtime,
+    lastkv: LastKVSpec | None = None,
+    gate_init: float | None = None,
+) -> Architecture:
     """Convert a Hugging Face directory to a Megatron distributed checkpoint that loads in any layout;
     collective.
 
     Weights are stored in the narrowest parameter dtype that holds every source tensor exactly, so `export`
     gives the same bits back. The directory appears only when it is complete.
 
+    Args:
+        lastkv: makes a model of full attention a LastKV one; a LastKV model must be of this very kind.
+        gate_init: alpha of the gates that the conversion adds, 0.1 if None.
+
     Raises:
         UserError: as `load_hf_weights`; a target that exists or is not writable; a layout that does not fit
-        the model.
+        the model; a LastKV model of another kind than `lastkv`, or `gate_init` for gates that exist.
     """
     hf_dir, ckpt_dir = Path(hf_dir), Path(ckpt_dir)
-    arch = runtime.together(read_architecture, hf_dir)
-    runtime.together(check_layout, arch, runtime.layout)
-    manifest = runtime.together(source_manifest, hf_dir, arch)
+    stored = runtime.together(read_architecture, hf_dir)
+    runtime.together(check_layout, stored, runtime.layout)
+    arch = stored
+    if lastkv is not None:
+        runtime.together(_check_conversion, stored, lastkv, gate_init, hf_dir)
+        arch = stored.with_lastkv(lastkv)
+    manifest = converted(runtime.together(source_manifest, hf_dir, stored), arch)
     runtime.together(lambda: publish.prepare(ckpt_dir) if runtime.is_main else None)
     try:
         if runtime.is_main:
             print(describe_rope(arch), flush=True)
         model = build_model(arch, runtime, RUN_DTYPES[manifest.dtype])
-        load_hf_weights(model, arch, hf_dir, runtime)
+        new_gates = None if lastkv is None else DEFAULT_GATE_INIT if gate_init is None else gate_init
+        load_hf_weights(model, arch, hf_dir, runtime, new_gates)
         partial = publish.incomplete_path(ckpt_dir)
         save_weights(model, partial, runtime)
         runtime.together(lambda: write_manifest(partial, manifest, hf_dir) if runtime.is_main else None)
@@ -94,6 +136,23 @@ def import_checkpoint(hf_dir: str | Path, ckpt_dir: str | Path, runtime: Runtime
         if runtime.is_main:
             publish.discard(ckpt_dir)
     return arch
+
+
+def _check_conversion(
+    stored: Architecture, lastkv: LastKVSpec, gate_init: float | None, hf_dir: Path
+) -> None:
+    if stored.lastkv is None:
+        return
+    if stored.lastkv != lastkv:
+        raise UserError(
+            f"{hf_dir / 'config.json'}: a LastKV model already, with lastkv = {json.dumps(stored.lastkv.to_dict())}; "
+            f"it cannot become one with {json.dumps(lastkv.to_dict())}: import it without --lastkv-chunk"
+        )
+    if gate_init is not None:
+        raise UserError(
+            f"{hf_dir / 'config.json'}: a LastKV model already, whose gates are stored; "
+            "import it without --lastkv-gate-init"
+        )
 
 
 def check_sources(reader: SafetensorsReader, arch: Architecture, compare_tied_head: bool = True) -> None:
@@ -155,10 +214,14 @@ def _compare_tied_head(reader: SafetensorsReader, vocab: int) -> None:
 
 
 @torch.no_grad()
-def _fill(model: torch.nn.Module, arch: Architecture, reader: SafetensorsReader, runtime: Runtime) -> None:
+def _fill(
+    model: torch.nn.Module, arch: Architecture, reader: SafetensorsReader, runtime: Runtime, skip_gates: bool
+) -> None:
     binding = bind(model, arch)
     rank, size = runtime.tp_rank, runtime.layout.tp
     for entry, parameter in binding.pairs:
+        if skip_gates and is_gate(entry.name):
+            continue
         _copy(parameter, entry, reader, rank, size)
     if binding.tied_head is not None:
         embedding = next(entry for entry in binding.entries if entry.hf_names == (HF_EMBEDDING,))

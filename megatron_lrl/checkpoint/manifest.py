@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,12 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest, carried_from: Path) -> None:
-    """Write the manifest into a checkpoint directory and the carried files of `carried_from` to its `hf/`."""
+    """Write the manifest into a checkpoint directory and the carried files of `carried_from` to its `hf/`.
+
+    The carried config.json gets the key `lastkv` if the model has it and its source did not.
+    """
     carry_files(carried_from, directory / HF_FOLDER)
+    _declare_lastkv(directory / HF_FOLDER / "config.json", manifest.architecture.get("lastkv"))
     content = {
         "format_version": FORMAT_VERSION,
         "fingerprint": manifest.fingerprint,
@@ -56,6 +61,16 @@ def write_manifest(directory: Path, manifest: Manifest, carried_from: Path) -> N
     partial = directory / f"{MANIFEST_FILE}.incomplete"
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, directory / MANIFEST_FILE)
+
+
+def _declare_lastkv(config_file: Path, lastkv: Mapping[str, Any] | None) -> None:
+    """A file that says already what the model is keeps its bytes."""
+    if lastkv is None:
+        return
+    content = json.loads(config_file.read_text(encoding="utf-8"))
+    if content.get("lastkv") != lastkv:
+        text = json.dumps({**content, "lastkv": lastkv}, indent=2)
+        config_file.write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(ckpt_dir: str | Path) -> Manifest:
@@ -92,9 +107,9 @@ def check_same_model(arch: Architecture, manifest: Manifest, ckpt_dir: str | Pat
         return
     stored, wanted = manifest.architecture, arch.to_dict()
     differing = [
-        f"{key} is {stored.get(key)!r} there and {wanted[key]!r} here"
-        for key in wanted
-        if stored.get(key) != wanted[key]
+        f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here"
+        for key in wanted | stored
+        if stored.get(key) != wanted.get(key)
     ]
     told = "; ".join(differing[:3]) or "its fingerprint differs"
     raise UserError(f"{ckpt_dir}: the checkpoint of another model: {told}")

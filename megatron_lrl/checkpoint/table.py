@@ -30,6 +30,7 @@ _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fre
 # Row kinds: which op, and the shapes of the Hugging Face tensors.
 _ROW_NORM, _ROW_HEAD_NORM, _ROW_QKV, _ROW_QKV_BIAS = "norm", "head_norm", "qkv", "qkv_bias"
 _ROW_ATTENTION_OUT, _ROW_OUT_BIAS, _ROW_GATE_UP, _ROW_DOWN = "attention_out", "out_bias", "gate_up", "down"
+_ROW_GATE = "lastkv_gate"
 
 _QKV = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")
 _QKV_BIAS = tuple(f"self_attn.{x}_proj.bias" for x in "qkv")
@@ -85,12 +86,20 @@ _HEAD_NORM_ROWS: tuple[_Row, ...] = tuple(
     for x in "qk"
 )
 
-# family -> rows of one layer; rows of biases apply where the architecture has them.
+_GATE_ROW: _Row = (
+    "self_attention.core_attention.lastkv_gate",
+    "self_attention.core_attention.lastkv_gate",
+    _ROW_GATE,
+    ("self_attn.lastkv_gate",),
+)
+
+# family -> rows of one layer; rows of biases and of the LastKV gate apply where the architecture has them.
 TABLES: dict[str, tuple[_Row, ...]] = {
-    "llama": (*_BLOCK, _QKV_BIAS_ROW, _OUT_BIAS_ROW),
-    "qwen2": (*_BLOCK, _QKV_BIAS_ROW),
-    "qwen3": (*_BLOCK, _QKV_BIAS_ROW, _OUT_BIAS_ROW, *_HEAD_NORM_ROWS),
+    "llama": (*_BLOCK, _QKV_BIAS_ROW, _OUT_BIAS_ROW, _GATE_ROW),
+    "qwen2": (*_BLOCK, _QKV_BIAS_ROW, _GATE_ROW),
+    "qwen3": (*_BLOCK, _QKV_BIAS_ROW, _OUT_BIAS_ROW, *_HEAD_NORM_ROWS, _GATE_ROW),
 }
+_GATE_NAME = re.compile(r"(^|\.)lastkv_gate$")
 
 
 @dataclass(frozen=True)
@@ -126,8 +135,10 @@ def conversion_table(arch: Architecture) -> tuple[Entry, ...]:
     ]
     for layer in range(arch.num_layers):
         for name, te_name, kind, hf_names in TABLES[arch.family]:
-            if (kind == _ROW_QKV_BIAS and not arch.qkv_bias) or (
-                kind == _ROW_OUT_BIAS and not arch.attention_output_bias
+            if (
+                (kind == _ROW_QKV_BIAS and not arch.qkv_bias)
+                or (kind == _ROW_OUT_BIAS and not arch.attention_output_bias)
+                or (kind == _ROW_GATE and arch.lastkv is None)
             ):
                 continue
             shapes, op = _row(arch, kind)
@@ -163,6 +174,11 @@ def is_recomputed(name: str) -> bool:
     return _RECOMPUTED.fullmatch(name) is not None
 
 
+def is_gate(name: str) -> bool:
+    """True for a LastKV gate, by its name in Hugging Face files, in the model or in a checkpoint."""
+    return _GATE_NAME.search(name) is not None
+
+
 def _vocabulary(arch: Architecture) -> tuple[tuple[torch.Size, ...], Op]:
     return (torch.Size((arch.vocab_size, arch.hidden_size)),), PadVocabulary(arch.vocab_size)
 
@@ -189,6 +205,8 @@ def _row(arch: Architecture, kind: str) -> tuple[tuple[torch.Size, ...], Op]:
             shapes, op = ((ffn, hidden), (ffn, hidden)), FuseGateUp(ffn)
         case "down":
             shapes, op = ((hidden, ffn),), Split(ffn, along=1)
+        case "lastkv_gate":
+            shapes, op = ((arch.num_kv_heads,),), Split(arch.num_kv_heads)
         case _:
             raise KeyError(kind)
     return tuple(torch.Size(shape) for shape in shapes), op

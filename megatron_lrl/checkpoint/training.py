@@ -31,6 +31,7 @@ from megatron_lrl.checkpoint.completion import (
     write_json,
 )
 from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, source_manifest
+from megatron_lrl.checkpoint.lastkv import converted, has_gates
 from megatron_lrl.checkpoint.manifest import (
     HF_FOLDER,
     MANIFEST_FILE,
@@ -48,7 +49,7 @@ from megatron_lrl.checkpoint.optimizer_state import (
 from megatron_lrl.checkpoint.rng_state import pack_rng, unpack_rng
 from megatron_lrl.checkpoint.weights import weights_state_dict
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.models.hf_config import Architecture, read_architecture
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
 
@@ -235,11 +236,13 @@ def _source(run: TrainableRun) -> tuple[Manifest, Path]:
     model = run.config.model
     if model.checkpoint is not None:
         manifest, carried = read_manifest(model.checkpoint), Path(model.checkpoint) / HF_FOLDER
-        check_same_model(run.arch, manifest, model.checkpoint)
     else:
         assert model.hf is not None  # the settings demand one of the two
         carried = Path(model.hf)
-        manifest = source_manifest(carried, run.arch)
+        manifest = source_manifest(carried, read_architecture(carried))
+    arch = run.arch if has_gates(manifest) else run.arch.with_lastkv(None)
+    check_same_model(arch, manifest, model.checkpoint or carried)
+    manifest = converted(manifest, run.arch)
     return replace(manifest, dtype=model.dtype), carried
 
 

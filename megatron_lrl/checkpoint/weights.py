@@ -4,6 +4,7 @@ other."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,19 @@ def save_weights(model: torch.nn.Module, directory: Path, runtime: Runtime) -> N
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, ckpt_dir: str | Path, runtime: Runtime) -> None:
+def load_weights(
+    model: torch.nn.Module, ckpt_dir: str | Path, runtime: Runtime, skip: Callable[[str], bool] = lambda _: False
+) -> None:
     """Read this rank's shards; collective. Values are cast to the parameters' dtype.
+
+    `skip`: the names of parameters that keep their values.
 
     Raises:
         UserError: the directory is not a distributed checkpoint, or lacks tensors of the model.
     """
 
     def read() -> None:
-        state = weights_state_dict(model)
+        state = {key: value for key, value in weights_state_dict(model).items() if not skip(key)}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch's, about its own argument order
@@ -58,7 +63,11 @@ def load_weights(model: torch.nn.Module, ckpt_dir: str | Path, runtime: Runtime)
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             raise UserError(f"{ckpt_dir}: cannot be read as a distributed checkpoint: {reason[0]}") from error
         result = unwrap(model).load_state_dict(loaded["model"], strict=False)
-        left = [k for k in (*result.missing_keys, *result.unexpected_keys) if not k.endswith("_extra_state")]
+        left = [
+            key
+            for key in (*result.missing_keys, *result.unexpected_keys)
+            if not key.endswith("_extra_state") and not skip(key)
+        ]
         if left:
             raise UserError(f"{ckpt_dir}: tensors missing or left over: {', '.join(left[:3])}")
 

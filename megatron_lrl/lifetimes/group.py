@@ -115,9 +115,9 @@ class PromptGroup:
         if self.conventional:
             return self.run.new_state(branches, log=log)
         assert self.state is not None
-        if torch.is_grad_enabled() and not self._live and self._live_from < len(self.prefix_ids):
+        if torch.is_grad_enabled() and not self._live and self.live_from < len(self.prefix_ids):
             dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
-            self._hold(self.state.enable_adjoints(dtype, self._live_from))
+            self._hold(self.state.enable_adjoints(dtype, self.live_from))
             self._live = True
         return self.state.fork(branches, log)
 
@@ -135,7 +135,7 @@ class PromptGroup:
             raise RuntimeError(f"group {self.name} cannot be swept: it is {self.phase.value}")
         if self._live:
             assert self.state is not None
-            live = [i for i, (low, _) in enumerate(self._spans()) if low >= self._live_from]
+            live = [i for i, (low, _) in enumerate(self.spans()) if low >= self.live_from]
             meter = SavedBytes(self.run.core(self.model).parameters())
             with meter.measure():
                 for batch in in_passes([partial(self._sweep_chunk, i) for i in reversed(live)], self.state, self.run):
@@ -155,15 +155,15 @@ class PromptGroup:
         self.phase = GroupPhase.CLOSED
 
     @property
-    def _live_from(self) -> int:
+    def live_from(self) -> int:
         """Position of the first prefix token whose state is not a constant."""
         return live_from(self.contract, len(self.prefix_ids), self.run.config.prefix.truncate_tokens)
 
-    def _spans(self) -> list[tuple[int, int]]:
+    def spans(self) -> list[tuple[int, int]]:
         """Captured chunks as [low, high): every multiple of the chunk size, the model's own cuts, the live limit."""
         count = len(self.prefix_ids)
         cuts = {*range(0, count, self.run.config.prefix.chunk_size), count} | self.run.new_state(1).cuts(count)
-        return list(pairwise(sorted(cuts | {min(self._live_from, count)})))
+        return list(pairwise(sorted(cuts | {min(self.live_from, count)})))
 
     def capture(self) -> None:
         """Feed the prefix, chunk by chunk, without a graph. Entering the group does it; call it once otherwise."""
@@ -172,15 +172,15 @@ class PromptGroup:
         self.phase = GroupPhase.CAPTURED
         if self.conventional:
             return
-        spans = self._spans()
+        spans = self.spans()
         core, empty = self.run.core(self.model), self.run.new_state(1)
         local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
-        live = self._live_from < len(self.prefix_ids)
+        live = self.live_from < len(self.prefix_ids)
         self.state = self.run.new_state(
             1,
             reserve=empty.reservation(spans, local),
             log=live,
-            keep_from=self._live_from if live else None,
+            keep_from=self.live_from if live else None,
         )
         bar = tqdm(
             total=len(self.prefix_ids), desc=f"capture {self.name}", unit="tok", leave=False, delay=2,
@@ -202,7 +202,7 @@ class PromptGroup:
     def _sweep_chunk(self, index: int, model: Any) -> tuple[Tensor, Any]:
         """Recompute a chunk from the state before it; its loss is <state of the chunk, its adjoint>."""
         assert self.state is not None
-        low, high = self._spans()[index]
+        low, high = self.spans()[index]
         again = self.state.before(index)
         output = advance(model, again, [self.prefix_ids[low:high]])
         if self.run.core(model).post_process:

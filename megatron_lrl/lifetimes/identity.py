@@ -28,13 +28,19 @@ class Identity:
     precision: str
     routing: str
     layout: str
+    max_staleness: int = 0  # optimizer steps that the model may be ahead of the prefix, by agreement
 
     def require(self, expected: Identity) -> None:
-        """Raise `IdentityMismatch` naming each field that differs from ``expected``."""
+        """Raise `IdentityMismatch` naming each field that differs from ``expected``.
+
+        The model version may be ahead by ``max_staleness``, if both agree on that bound.
+        """
+        ahead = expected.model_version - self.model_version
         differing = [
             f"{field.name}: resident {getattr(self, field.name)!r}, needed {getattr(expected, field.name)!r}"
             for field in fields(self)
             if getattr(self, field.name) != getattr(expected, field.name)
+            and not (field.name == "model_version" and 0 <= ahead <= self.max_staleness)
         ]
         if differing:
             raise IdentityMismatch("resident prefix does not match: " + "; ".join(differing))

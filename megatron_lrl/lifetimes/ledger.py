@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,8 +23,19 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     seen: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
+
+
+def bytes_by_part(parts: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
+    """Bytes of the distinct storages of each part; a storage that several parts name counts in the first."""
+    totals: dict[str, int] = {}
+    so_far: list[Tensor] = []
+    for name, tensors in parts.items():
+        before = storage_bytes(so_far)
+        so_far += tensors
+        totals[name] = storage_bytes(so_far) - before
+    return totals
 
 
 class _Saved:
@@ -46,8 +57,9 @@ class SavedBytes:
     """Counts saved-for-backward bytes while active: each storage once, excluded storages not at all."""
 
     def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-        self._held: dict[int, list[int]] = {}  # storage address -> [holders, bytes]
+        # Storages are told apart by their handle: a planned tensor has no address.
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
+        self._held: dict[int, list[int]] = {}  # storage -> [holders, bytes]
         self.live = 0
         self.peak = 0
 
@@ -58,7 +70,7 @@ class SavedBytes:
 
     def _hold(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        key = storage.data_ptr()
+        key = storage._cdata
         if key in self._excluded or storage.nbytes() == 0:
             return 0
         entry = self._held.setdefault(key, [0, storage.nbytes()])
@@ -83,6 +95,8 @@ class Ledger:
     """Measured bytes of this rank by lifetime: what lives now and the peak since the last `start_window`."""
 
     run: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    """``run`` by what it is: parameters, gradients, optimizer, reference."""
     live: dict[str, int] = field(default_factory=lambda: {"window": 0, "group": 0, "replay": 0})
     peak: dict[str, int] = field(default_factory=lambda: {"window": 0, "group": 0, "replay": 0})
 

@@ -64,7 +64,8 @@ class Replay:
         metrics: list[dict[str, Tensor]] = []
         with meter.measure():
             for flight in self._flights(passes):
-                metrics += flight.gradient()
+                with flight:
+                    metrics += flight.gradient()
         self.run.ledger.observe_peak("replay", meter.peak)
         return metrics
 
@@ -75,7 +76,8 @@ class Replay:
         """
         results = []
         for flight in self._flights([_Pass(self, batch, None) for batch in batches]):
-            parts = flight.score()
+            with flight:
+                parts = flight.score()
             for i, one in enumerate(flight.passes):
                 full = torch.zeros(2, one.targets.tokens, dtype=self.run.wide, device=self.run.runtime.device)
                 for values_2S, index_S in parts[i]:
@@ -129,8 +131,19 @@ class _Flight:
 
     def __init__(self, replay: Replay, passes: Sequence[_Pass]) -> None:
         self.replay, self.run, self.model, self.passes = replay, replay.run, replay.group.model, passes
+        self.config = self.run.config
         self.states: list[SequenceState] = []
         self.feeds: list[list[Any]] = []
+        self._nbytes = 0
+
+    def __enter__(self) -> _Flight:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for state in self.states:
+            state.close(self.config.replay.check_poison)
+        self.run.ledger.add("replay", -self._nbytes)
+        self._nbytes = 0
 
     def score(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Per micro-batch the (values [2, S], index [S]) of each round, on the last stage."""
@@ -145,7 +158,6 @@ class _Flight:
                 for j, result in zip(members, results, strict=bool(results)):
                     found[j].append(result)
                 self._settle(members)
-        self._close()
         return found
 
     def gradient(self) -> list[dict[str, Tensor]]:
@@ -157,12 +169,12 @@ class _Flight:
             members = [j for j, feed in enumerate(self.feeds) if number < len(feed) - 1]
             run_schedule(self.model, [partial(self._feed, j, number, False) for j in members], backward=False)
             self._settle(members)
-        adjoint_bytes = 0
         if rounds > 1:
             dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
-            adjoint_bytes = sum(state.enable_adjoints(dtype) for state in self.states)
-        tail = adjoint_bytes + sum(state.nbytes for state in self.states)
-        self.run.ledger.add("replay", tail)
+            for state in self.states:
+                state.enable_adjoints(dtype)
+            self._nbytes = sum(state.nbytes for state in self.states)
+            self.run.ledger.add("replay", self._nbytes)
         metrics: list[dict[str, Tensor]] = []
         for number in reversed(range(rounds)):
             members = [j for j, feed in enumerate(self.feeds) if number < len(feed)]
@@ -171,23 +183,16 @@ class _Flight:
                     self.states[j].collect_adjoints(number, self.run.runtime.groups.pp)
             steps = [partial(self._sweep, j, number) for j in members]
             metrics += run_schedule(self.model, steps, backward=True)
-        self.run.ledger.add("replay", -tail)
-        self._close()
         return metrics
 
     def _open(self, log: bool) -> None:
-        group, config = self.replay.group, self.run.config
-        self.config = config
+        group = self.replay.group
         for one in self.passes:
             state = group.fork(len(one.batch), log)
             self.states.append(state)
             # A whole graph through all rounds is the conventional contract, where stages need no exchange.
             whole = group.conventional and log and self.run.runtime.layout.pp == 1
             self.feeds.append([one.tokens] if whole else split_rounds(state, one.tokens))
-
-    def _close(self) -> None:
-        for state in self.states:
-            state.close(self.config.replay.check_poison)
 
     def _settle(self, members: Sequence[int]) -> None:
         for j in members:

@@ -30,21 +30,31 @@ _FINAL = (UserError, ContributionError, IdentityMismatch)
 
 
 class Retry:
-    """Repeats failed attempts of a run's windows. Create it before anything else opens a connection."""
+    """Repeats failed attempts of a run's windows."""
 
-    def __init__(self, run: Run, attempts: int, abandon: Callable[[], bool] = lambda: False) -> None:
-        """``attempts`` per window, the first included. ``abandon()`` true: wait no longer for absent ranks."""
+    def __init__(
+        self,
+        run: Run,
+        attempts: int,
+        connections: Connections | None = None,
+        abandon: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``attempts`` per window, the first included. ``abandon()`` true: wait no longer for absent ranks.
+
+        ``connections``: without them a world of several ranks cannot start over; a failure then ends the process.
+        """
         if attempts < 1:
             raise ValueError(f"attempts = {attempts}; a window needs at least one")
-        self.run, self.attempts, self._abandon = run, attempts, abandon
+        self.run, self.attempts = run, attempts
         self.restarts = 0  # of the last window
-        self._connections = Connections.of(run.runtime)
+        self._connections, self._abandon = connections, abandon
+        self.on_restart: list[Callable[[], None]] = []  # called on every rank before the window starts over
 
     def until_reduced(self, window: UpdateWindow, attempt: Callable[[], T], what: str) -> T:
         """``attempt()``, again after a failure of any rank; every rank calls this alike.
 
         ``attempt`` must end in a collective over the world, so that no rank leaves before all have succeeded
-        (`UpdateWindow.nonfinite` is one), and must find what it needs recorded when it is called again.
+        (`UpdateWindow.gradient_finite` is one), and must find what it needs recorded when it is called again.
 
         Raises:
             UserError: on all ranks, with the first failing rank's message, if attempts are used up or cannot help.
@@ -53,25 +63,29 @@ class Retry:
         self.restarts = 0
         while True:
             try:
+                if self.restarts:
+                    self._reopen(window)
                 return attempt()
             except Exception as error:
                 if self._connections is None and self.run.runtime.world_size > 1:
                     raise
                 message, final = _describe(error), _is_final(error)
-                if not final:
-                    traceback.print_exception(error, file=sys.stderr)
+                trace = "" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
                 # The frames of the failed pass hold its graph.
                 traceback.clear_frames(error.__traceback__)
-            self._recover(window, message, final, what)
+            self._agree(window, message, final, trace, what)
             self.restarts += 1
 
-    def _recover(self, window: UpdateWindow, message: str, final: bool, what: str) -> None:
+    def _agree(self, window: UpdateWindow, message: str, final: bool, trace: str, what: str) -> None:
+        """Meet the other ranks and decide with them; returns if the window starts over."""
         window.drop_prefixes()
         runtime = self.run.runtime
         reports = [Report(runtime.rank, 1, message, final)]
         if self._connections is not None:
             reports = self._connections.meet(message, final, self._abandon)
         cause = next((report for report in reports if report.fatal), reports[0])
+        if cause.rank == runtime.rank and trace:
+            print(trace, file=sys.stderr, flush=True)
         where = f"rank {cause.rank} failed: " if runtime.world_size > 1 and not cause.fatal else ""
         if cause.fatal:
             raise UserError(f"{what}: {cause.message}")
@@ -79,11 +93,15 @@ class Retry:
             raise UserError(f"{what}: {where}{cause.message} (attempt {self.attempts} of {self.attempts})")
         if runtime.is_main:
             print(f"{what}: {where}{cause.message}; the window starts over", flush=True)
+
+    def _reopen(self, window: UpdateWindow) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if self._connections is not None:
             self._connections.reconnect()
             reopen(self.run)
+        for action in self.on_restart:
+            action()
         window.restart()
 
 

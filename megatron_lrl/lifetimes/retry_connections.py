@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.runtime import Runtime, model_parallel_groups
+from megatron_lrl.runtime import COLLECTIVE_TIMEOUT, Runtime, model_parallel_groups
 
 _MEETING_S = 600.0
 """How long a rank waits for the others: one of them may compute for minutes before it enters its next collective."""
@@ -104,19 +104,21 @@ class Connections:
         from megatron.core import parallel_state
 
         runtime, foreign = self.runtime, set(self._connected()) - self._ours
-        timeout = distributed_c10d._get_default_timeout(distributed_c10d.Backend.GLOO)
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"connection-{self._meetings}", self._store),
-            rank=runtime.rank,
-            world_size=runtime.world_size,
-            timeout=timeout,
-        )
-        # Everything holds this Runtime and asks it for groups when it needs one.
-        object.__setattr__(runtime, "groups", model_parallel_groups(runtime.layout))
-        self._ours = set(self._connected()) - foreign
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"connection-{self._meetings}", self._store),
+                rank=runtime.rank,
+                world_size=runtime.world_size,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+            # Everything holds this Runtime and asks it for groups when it needs one.
+            object.__setattr__(runtime, "groups", model_parallel_groups(runtime.layout))
+        finally:
+            self._ours = set(self._connected()) - foreign
 
     def _connected(self) -> Iterator[Address]:
         for address, handle in self._sockets():

@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 def reopen(run: Run) -> None:
     """Rebuild the run's model, gradient buffers, optimizer and reference model; collective.
 
-    Holds the parameters twice for a moment. No prefix may be open.
+    Holds the parameters twice for a moment; until all is built the run keeps what it had. No prefix may be open.
     """
     rng = pack_rng(run.runtime)  # building draws initial weights
-    model, optimizer, scheduler = run.model, run.optimizer, run.scheduler
-    run.model = _rebuilt(run, run.core(model))
-    if run.reference is not None:
-        run.reference = _rebuilt(run, run.reference).requires_grad_(False)
-    if model is not run.core(model):
-        sharded = model.ddp_config.use_distributed_optimizer
-        run.model = wrap_ddp(run.model, run.runtime, sharded)
+    model, reference = _rebuilt(run, run.core(run.model)), run.reference
+    optimizer, scheduler = run.optimizer, run.scheduler
+    if reference is not None:
+        reference = _rebuilt(run, reference).requires_grad_(False)
+    if run.model is not run.core(run.model):
+        sharded = run.model.ddp_config.use_distributed_optimizer
+        model = wrap_ddp(model, run.runtime, sharded)
         if optimizer is not None:
-            run.optimizer, run.scheduler = build_optimizer(run.model, run.config, sharded)
-            _take_over(optimizer, run.optimizer)
-            run.scheduler.num_steps = 0
-            run.scheduler.step(increment=int(scheduler.num_steps))
+            optimizer, scheduler = build_optimizer(model, run.config, sharded)
+            _take_over(run.optimizer, optimizer)
+            scheduler.num_steps = 0
+            scheduler.step(increment=int(run.scheduler.num_steps))
     unpack_rng(rng, run.runtime)
-    del model, optimizer, scheduler
+    run.model, run.reference, run.optimizer, run.scheduler = model, reference, optimizer, scheduler
     gc.collect()  # Megatron-Core's modules refer to themselves; the old parameters should go now
     run.measure_run_bytes()
 

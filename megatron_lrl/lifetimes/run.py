@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, load_hf_weights
-from megatron_lrl.checkpoint.manifest import read_checkpoint_architecture
+from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
+from megatron_lrl.errors import UserError
 from megatron_lrl.lastkv.clock import Clock
 from megatron_lrl.lastkv.state import LastKVState
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
-from megatron_lrl.lifetimes.ledger import Ledger, storage_bytes
+from megatron_lrl.lifetimes.ledger import Ledger, bytes_by_part
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.build import PolicyModel, build_model, check_layout
-from megatron_lrl.models.hf_config import Architecture, describe_rope, read_architecture
+from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
 from megatron_lrl.runtime import DTYPES, Runtime
 from megatron_lrl.settings import Config
 from megatron_lrl.state import SequenceState
@@ -66,7 +69,7 @@ class Run:
             tokens=hash_tokens(prefix_ids),
             start=0,
             count=len(prefix_ids),
-            attention=self.config.model.attention,
+            attention=self.arch.attention,
             rope=str(self.arch.rope.to_dict()),
             precision=self.config.model.dtype,
             routing="dense",
@@ -120,15 +123,18 @@ class Run:
 
     def measure_run_bytes(self) -> None:
         """Bytes of parameters, gradient buffers, optimizer state and the reference model on this rank."""
-        tensors = list(self.core(self.model).parameters())
-        if self.reference is not None:
-            tensors += self.reference.parameters()
-        for buffer in getattr(self.model, "buffers", []) if hasattr(self.model, "ddp_config") else []:
-            tensors.append(buffer.grad_data)
+        ddp = self.model if hasattr(self.model, "ddp_config") else None
+        parts: dict[str, list[torch.Tensor]] = {
+            "parameters": list(self.core(self.model).parameters()),
+            "gradients": [] if ddp is None else [buffer.grad_data for buffer in ddp.buffers],
+            "optimizer": [],
+            "reference": [] if self.reference is None else list(self.reference.parameters()),
+        }
         if self.optimizer is not None:
-            tensors += [t for _, state in self.optimizer.state.items() for t in _tensors(state)]
-            tensors += [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.ledger.run = storage_bytes(tensors)
+            parts["optimizer"] += [t for _, state in self.optimizer.state.items() for t in _tensors(state)]
+            parts["optimizer"] += [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.ledger.parts = bytes_by_part(parts)
+        self.ledger.run = sum(self.ledger.parts.values())
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -138,21 +144,53 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def read_model_architecture(config: Config) -> Architecture:
-    """Architecture of the configured model. Raises `UserError` as the readers do."""
+    """Architecture of the configured model, with the attention that the run gives it.
+
+    A model of full attention becomes a LastKV one where the settings ask for it. Raises `UserError` as the readers
+    do, and for settings that contradict a LastKV model.
+    """
     if config.model.checkpoint is not None:
-        return read_checkpoint_architecture(config.model.checkpoint)[0]
-    assert config.model.hf is not None
-    return read_architecture(config.model.hf)
+        folder = Path(config.model.checkpoint) / HF_FOLDER
+        arch = read_checkpoint_architecture(config.model.checkpoint)[0]
+    else:
+        assert config.model.hf is not None
+        folder = Path(config.model.hf)
+        arch = read_architecture(folder)
+    if arch.lastkv is not None:
+        _check_lastkv(config, arch.lastkv, folder / "config.json")
+    elif config.model.attention == "lastkv":
+        arch = arch.with_lastkv(LastKVSpec(config.lastkv.chunk_size, config.lastkv.blend))
+    return arch
+
+
+def _check_lastkv(config: Config, lastkv: LastKVSpec, file: Path) -> None:
+    """Raise `UserError` for a setting that contradicts what a LastKV model's config.json says."""
+    if config.model.attention != "lastkv":
+        raise UserError(
+            f'model.attention = "{config.model.attention}", but {file} has lastkv = {json.dumps(lastkv.to_dict())}; '
+            'valid for this model: "lastkv"'
+        )
+    for key, stored in lastkv.to_dict().items():
+        wanted = getattr(config.lastkv, key)
+        if key in config.lastkv.model_fields_set and wanted != stored:
+            raise UserError(
+                f"lastkv.{key} = {json.dumps(wanted)}, but {file} has lastkv.{key} = {json.dumps(stored)}, which is a "
+                "property of the model; leave the setting out"
+            )
 
 
 def load_policy(config: Config, runtime: Runtime, arch: Architecture) -> PolicyModel:
-    """The configured model with its weights, without gradient buffers."""
+    """The configured model with its weights, without gradient buffers.
+
+    Where ``arch`` has LastKV gates and the source none, they start at ``lastkv.gate_init``.
+    """
+    gate_init = None if arch.lastkv is None else config.lastkv.gate_init
     model = build_model(arch, runtime, DTYPES[config.model.dtype], config.parallel.sequence_parallel)
     if config.model.checkpoint is not None:
-        load_checkpoint_weights(model, arch, config.model.checkpoint, runtime)
+        load_checkpoint_weights(model, arch, config.model.checkpoint, runtime, gate_init)
     else:
         assert config.model.hf is not None
-        load_hf_weights(model, arch, config.model.hf, runtime)
+        load_hf_weights(model, arch, config.model.hf, runtime, gate_init)
     return model
 
 
@@ -172,6 +210,8 @@ def open_run(
     runtime.together(check_layout, arch, runtime.layout)
     if runtime.is_main:
         print(describe_rope(arch), flush=True)
+        if arch.lastkv is not None:
+            print(f"attention: {arch.attention}", flush=True)
     model: Any = load_policy(config, runtime, arch)
     run = Run(config, runtime, arch, model, version=1)
     if optimizer and config.loss.kl_coef > 0:

@@ -69,6 +69,11 @@ class UpdateWindow:
         self._groups.callback(group.close)
         return group
 
+    def adopt(self, group: PromptGroup) -> None:
+        """Close a group that was made elsewhere when this window's prefixes go."""
+        self._require(WindowPhase.OPEN, WindowPhase.FIXED)
+        self._groups.callback(group.close)
+
     def fix(self, branches: Iterable[BranchKey], nbytes: int = 0) -> None:
         """Name this rank's branches. From here on every loss term carries its final weight.
 

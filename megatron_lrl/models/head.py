@@ -59,7 +59,7 @@ def local_logits(hidden_nH: Tensor, weight_vH: Tensor, vocab_size: int, tp_rank:
 def gather_logits(logits_nv: Tensor, vocab_size: int, tp_group: Any) -> Tensor:
     """[n, v] of each tp rank -> [n, V] on all of them (for sampling: n is the number of branches)."""
     parts = gather_tokens(logits_nv, tp_group).view(tp_group.size(), *logits_nv.shape)
-    return parts.transpose(0, 1).reshape(logits_nv.shape[0], -1)[:, :vocab_size]
+    return parts.transpose(0, 1).flatten(1)[:, :vocab_size]  # a cp rank may hold no branch: n = 0
 
 
 def policy_logprobs(
@@ -163,17 +163,17 @@ class Targets:
 
     def local(self, layout: TokenLayout) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's scored slots: rows_S in its slice, target_S, and index_S among the N response tokens."""
-        flat = torch.full((layout.tokens,), -1)
-        index = torch.full((layout.tokens,), -1)
+        rows, targets, indices = [torch.arange(0)], [self.ids[0][:0]], [torch.arange(0)]
+        first_slot, end_slot = layout.local_start, layout.local_start + layout.local_tokens
         for j, (start, length) in enumerate(zip(layout.starts, layout.lengths, strict=True)):
-            low, high = max(0, start - self.first[j]), min(len(self.ids[j]), start + length - self.first[j])
+            offset = layout.offsets[j] + self.first[j] - start  # slot of the token that ids[j][0] follows
+            low = max(0, start - self.first[j], first_slot - offset)
+            high = min(len(self.ids[j]), start + length - self.first[j], end_slot - offset)
             if low < high:
-                place = layout.offsets[j] + self.first[j] + low - start
-                flat[place : place + high - low] = self.ids[j][low:high]
-                index[place : place + high - low] = torch.arange(low, high) + self.offsets[j]
-        targets_m, index_m = layout.slice_local(flat, fill=-1), layout.slice_local(index, fill=-1)
-        rows_S = (targets_m >= 0).nonzero().squeeze(-1)
-        return rows_S, targets_m[rows_S], index_m[rows_S]
+                rows.append(torch.arange(low, high) + (offset - first_slot))
+                targets.append(self.ids[j][low:high])
+                indices.append(torch.arange(low, high) + self.offsets[j])
+        return torch.cat(rows), torch.cat(targets), torch.cat(indices)
 
 
 class LogprobHead:

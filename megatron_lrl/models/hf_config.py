@@ -12,14 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.rope_spec import RopeSpec, read_rope
 
-__all__ = ["Architecture", "RopeSpec", "architecture_from_dict", "describe_rope", "read_architecture"]
+__all__ = [
+    "Architecture",
+    "LastKVSpec",
+    "RopeSpec",
+    "architecture_from_dict",
+    "describe_rope",
+    "read_architecture",
+]
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -44,7 +51,7 @@ _READ = frozenset(
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
     head_dim hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings attention_bias layer_types
     use_sliding_window sliding_window rope_parameters rope_scaling rope_theta partial_rotary_factor
-    original_max_position_embeddings """.split()  # noqa: SIM905
+    original_max_position_embeddings lastkv """.split()  # noqa: SIM905
 )
 # Known fields with the only values that are implemented.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -70,6 +77,13 @@ class LastKVSpec:
 
     chunk_size: int
     blend: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value of the key `lastkv` in config.json."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"lastkv C={self.chunk_size}{' blend' if self.blend else ''}"
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,17 @@ class Architecture:
         """Query heads per key-value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def attention(self) -> str:
+        """Attention kind with the LastKV boundaries, for identities and logs: "full", "lastkv C=512 blend"."""
+        return "full" if self.lastkv is None else str(self.lastkv)
+
+    def with_lastkv(self, lastkv: LastKVSpec | None) -> Architecture:
+        """The same model with LastKV attention, or (None) without; `raw` says so too."""
+        raw = {key: value for key, value in self.raw.items() if key != "lastkv"}
+        declared = {} if lastkv is None else {"lastkv": lastkv.to_dict()}
+        return replace(self, lastkv=lastkv, raw={**raw, **declared})
+
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of embedding and output layer over all tp ranks: V rounded up to a multiple of tp."""
         return -(-self.vocab_size // tp) * tp
@@ -110,7 +135,7 @@ class Architecture:
     def to_dict(self) -> dict[str, Any]:
         """Plain values of every field that defines the computation or a tensor's shape (all but `raw`)."""
         plain = {k: v for k, v in vars(self).items() if k not in ("raw", "rope", "lastkv")}
-        lastkv = {} if self.lastkv is None else {"lastkv": vars(self.lastkv)}
+        lastkv = {} if self.lastkv is None else {"lastkv": self.lastkv.to_dict()}
         return {**plain, "rope": self.rope.to_dict(), **lastkv}
 
     def fingerprint(self) -> str:
@@ -202,6 +227,7 @@ def architecture_from_dict(raw: Mapping[str, Any], source: str = "config.json") 
         max_positions=rope.max_positions,
         activation="silu",
         rope=rope,
+        lastkv=_lastkv(raw, source),
         raw=dict(raw),
     )
 
@@ -302,6 +328,24 @@ def _refuse_sliding_window(
             f"window on some of the {num_layers} layers, which is not supported; "
             "valid: use_sliding_window = false"
         )
+
+
+def _lastkv(raw: Mapping[str, Any], source: str) -> LastKVSpec | None:
+    """The key `lastkv`; null and absent mean full attention."""
+    value = raw.get("lastkv")
+    if value is None:
+        return None
+    valid = 'valid: {"chunk_size": 512, "blend": true}'
+    if not isinstance(value, dict):
+        raise UserError(f"{source}: lastkv = {value!r} must be an object; {valid}")
+    if unknown := sorted(value.keys() - {"chunk_size", "blend"}):
+        raise UserError(f"{source}: lastkv.{unknown[0]} is an unknown field; {valid}")
+    chunk_size, blend = value.get("chunk_size"), value.get("blend")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise UserError(f"{source}: lastkv.chunk_size = {chunk_size!r} must be a positive integer; {valid}")
+    if not isinstance(blend, bool):
+        raise UserError(f"{source}: lastkv.blend = {blend!r} must be true or false; {valid}")
+    return LastKVSpec(chunk_size, blend)
 
 
 def _integer(raw: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:

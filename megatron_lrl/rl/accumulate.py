@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.group import GroupPhase, PromptGroup
 from megatron_lrl.lifetimes.ledger import storage_bytes
 from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss, batches_of
 from megatron_lrl.lifetimes.schedule import from_last_stage
@@ -159,35 +159,71 @@ def accumulate(
     watch = watch or Stopwatch()
     with bar:
         for group in plan.local:
-            branches = branches_of(group)
-            reference_logprobs = recomputed = None
-            if reference is not None and config.loss.kl_coef > 0:
-                with (
-                    watch.phase("score"),
-                    window.prompt_group(group.id, group.prompt_ids, "response_only", reference) as frozen,
-                ):
-                    reference_logprobs = score_group(frozen, branches, concurrent)
             prefix = (captured or {}).get(group.id)
             if prefix is None:
                 prefix = window.prompt_group(group.id, group.prompt_ids, contract, quiet=quiet)
-                with watch.phase("capture"):
-                    prefix.capture()
             with closing(prefix):
-                if config.loss.importance_cap > 0:
-                    with watch.phase("score"):
-                        recomputed = score_group(prefix, branches, concurrent)
-                batches = batches_of(branches, concurrent)
-                losses = [
-                    token_loss(
-                        batch, plan.terms, config.loss, run.runtime.device, reference_logprobs, recomputed
-                    )
-                    for batch in batches
-                ]
+                batches, losses = _losses(window, plan, group, prefix, concurrent, reference, watch)
                 with watch.phase("replay"):
                     for metrics in window.replay(prefix, batches, losses):
                         merged = merge_metrics(merged, metrics)
-            bar.update(len(branches))
+            bar.update(len(group.responses))
     return _merge_over_ranks(merged, run.runtime)
+
+
+def _losses(
+    window: UpdateWindow,
+    plan: WindowPlan,
+    group: Group,
+    prefix: PromptGroup,
+    concurrent: int,
+    reference: Any,
+    watch: Stopwatch,
+) -> tuple[list[list[Branch]], list[TokenLoss]]:
+    """A group's micro-batches and their losses; captures ``prefix`` unless it is resident."""
+    config, branches = window.run.config, branches_of(group)
+    reference_logprobs = recomputed = None
+    if reference is not None and config.loss.kl_coef > 0:
+        with (
+            watch.phase("score"),
+            window.prompt_group(group.id, group.prompt_ids, "response_only", reference) as frozen,
+        ):
+            reference_logprobs = score_group(frozen, branches, concurrent)
+    if prefix.phase is GroupPhase.NEW:
+        with watch.phase("capture"):
+            prefix.capture()
+    if config.loss.importance_cap > 0:
+        with watch.phase("score"):
+            recomputed = score_group(prefix, branches, concurrent)
+    batches, device = batches_of(branches, concurrent), window.run.runtime.device
+    losses = [
+        token_loss(batch, plan.terms, config.loss, device, reference_logprobs, recomputed)
+        for batch in batches
+    ]
+    return batches, losses
+
+
+def nonfinite_branches(window: UpdateWindow, plan: WindowPlan, reference: Any = None) -> str:
+    """Replay the window's branches one by one to find whose gradient is NaN or infinite; the same text on all ranks.
+
+    Collective. Restarts the window: what it had accumulated is gone, and the buffers are clear afterwards.
+    """
+    run, watch, names = window.run, Stopwatch(), []
+    window.restart()
+    for group in plan.local:
+        with closing(window.prompt_group(group.id, group.prompt_ids)) as prefix:
+            for batch, loss in zip(*_losses(window, plan, group, prefix, 1, reference, watch), strict=True):
+                run.zero_grad()
+                Replay(prefix).gradient([batch], [loss])
+                if not run.gradients_finite():
+                    names.append(str(batch[0].key))
+            run.zero_grad()
+            prefix.sweep()
+            if not run.gradients_finite():
+                names.append(f"the prefix of {group.id}")
+    run.zero_grad()
+    found = sorted({name for part in run.runtime.gather_objects(names) for name in part})
+    return ", ".join(found) if found else "no branch alone, only their sum"
 
 
 def _no_tokens(dtype: torch.dtype, settings: LossTable, device: torch.device) -> dict[str, Tensor]:

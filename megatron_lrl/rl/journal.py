@@ -24,7 +24,7 @@ from typing import Any
 from megatron_lrl.config import differing_settings
 from megatron_lrl.errors import UserError
 from megatron_lrl.rl.data import group_record
-from megatron_lrl.rl.types import Group, Response
+from megatron_lrl.rl.types import Group, Prompt, Response
 from megatron_lrl.settings import Config
 
 JOURNAL = "journal"
@@ -74,15 +74,19 @@ class Journal:
         except OSError as error:
             raise UserError(f"{path}: the rollouts cannot be recorded: {error.strerror or error}") from error
 
-    def recall(self, update: int) -> Recorded | None:
-        """The recorded rollouts of an update; None, with a line that says why, if there are none to be trusted."""
+    def recall(self, update: int, prompts: Sequence[Prompt]) -> Recorded | None:
+        """The recorded rollouts of an update of these prompts; None, and a line, if they cannot be trusted."""
         path = self.path(update)
         if not path.exists():
             if path.with_name(f".{path.name}.incomplete").exists():
                 print(f"skipped {path}: writing it was interrupted; update {update + 1} is sampled again", flush=True)
             return None
         try:
-            return self._read(path, update)
+            recorded = self._read(path, update)
+            if [(g.id, g.prompt_ids) for g in recorded.groups] != [(p.id, p.prompt_ids) for p in prompts]:
+                raise ValueError("recorded for other prompts")
+            print(f"update {update + 1}: replays the rollouts recorded in {path}", flush=True)
+            return recorded
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = "damaged" if isinstance(error, (KeyError, TypeError)) else error
             print(f"skipped {path}: {reason}; update {update + 1} is sampled again", flush=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.replay import NonFiniteLoss
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run, StepResult
+from megatron_lrl.lifetimes.stale import Drift, LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
-from megatron_lrl.rl.accumulate import WindowPlan, accumulate, nonfinite_branches
+from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, nonfinite_branches
 from megatron_lrl.rl.data import prompts_at
 from megatron_lrl.rl.journal import Journal, Recorded
 from megatron_lrl.rl.loss import summarise
@@ -39,6 +40,17 @@ _SHOWN_PROMPT_TOKENS = 48
 """The end of a prompt that a logged sample shows."""
 
 _PHASES = ("capture", "rollout", "score", "replay", "reduce", "step")
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """An update up to its step. Equal on every rank, except ``plan.local``."""
+
+    plan: WindowPlan
+    recorded: Recorded
+    sums: dict[str, torch.Tensor]
+    drifts: list[Drift]
+    fault: str | None  # what is not finite
 
 
 class Trainer:
@@ -57,7 +69,16 @@ class Trainer:
         self.run, self.prompts, self.reward, self.text = run, prompts, reward, text
         self.journal, self.retry = journal, retry or Retry(run, 1)
         self.sampler = Sampler(run, text.stop_ids)
+        staleness = run.config.prefix.max_staleness
+        self.stale = StalePrefixCache(run, staleness) if staleness else None
+        if self.stale is not None:
+            self.retry.on_restart.append(self.stale.evict_current)
         self._recorded: tuple[int, Recorded] | None = None  # the update in progress
+
+    def close(self) -> None:
+        """Free what outlives a window: prefixes kept under prefix.max_staleness."""
+        if self.stale is not None:
+            self.stale.close()
 
     def update(self, number: int) -> tuple[dict[str, float], list[str]]:
         """One update at the current model version. Returns its metrics and sample texts (equal on every rank).
@@ -67,36 +88,33 @@ class Trainer:
         """
         run, watch, what = self.run, Stopwatch(), f"update {number + 1}"
         with run.update_window() as window:
-            plan, recorded, sums, fault = self.retry.until_reduced(
-                window, lambda: self._attempt(window, number, watch), what
-            )
+            done = self.retry.until_reduced(window, lambda: self._attempt(window, number, watch), what)
             result = None
-            if fault is None:
+            if done.fault is None:
                 with watch.phase("step"):
                     result = window.step()
             elif run.config.train.on_nonfinite == "stop":
                 raise UserError(
-                    f'{what}: {fault}; no parameter was changed (train.on_nonfinite = "skip" would go on without it)'
+                    f"{what}: {done.fault}; no parameter was changed "
+                    '(train.on_nonfinite = "skip" would go on without it)'
                 )
             elif run.runtime.is_main:
-                print(f"{what} skipped: {fault}; no parameter was changed", flush=True)
+                print(f"{what} skipped: {done.fault}; no parameter was changed", flush=True)
         metrics = {
-            **_metrics(plan, sums, result, watch),
-            "rollout/entropy": recorded.entropy,
-            "update/skipped": float(fault is not None),
+            **_metrics(done.plan, done.sums, result, watch),
+            **_staleness(done.drifts),
+            "rollout/entropy": done.recorded.entropy,
+            "update/skipped": float(done.fault is not None),
             "window/restarts": float(self.retry.restarts),
             **run.ledger.metrics(),
         }
         self._recorded = None
-        return metrics, self._samples(recorded.groups)
+        return metrics, self._samples(done.recorded.groups)
 
     def _attempt(
         self, window: UpdateWindow, number: int, watch: Stopwatch
-    ) -> tuple[WindowPlan, Recorded, dict[str, torch.Tensor], str | None]:
-        """Everything before the step; ends in a collective over the world.
-
-        The last value says what is not finite, the same on all ranks; None if all is well.
-        """
+    ) -> _Attempt:
+        """Everything before the step; ends in a collective over the world."""
         run, runtime = self.run, self.run.runtime
         with ExitStack() as resident:
             captured: dict[str, PromptGroup] = {}
@@ -105,17 +123,35 @@ class Trainer:
                 captured, rollouts = self._sample(window, resident, number, watch)
                 recorded = self._record(number, rollouts)
             plan = WindowPlan(recorded.groups, run.config, runtime.dp, runtime.dp_rank)
+            if self.stale is not None and not captured:
+                captured = {g.id: self.stale.lease(window, g.id, g.prompt_ids, quiet=False) for g in plan.local}
+            with watch.phase("score"):
+                drifts = self._drifts(window, plan, captured)
             sums = accumulate(window, plan, captured=captured, reference=run.reference, watch=watch)
         with watch.phase("reduce"):
             try:
                 window.reduce()
             except NonFiniteLoss as error:  # on all ranks alike
-                return plan, recorded, sums, str(error)
+                return _Attempt(plan, recorded, sums, drifts, str(error))
             finite = window.gradient_finite()
+        fault = None
         if not finite:
-            names = nonfinite_branches(window, plan, run.reference)
-            return plan, recorded, sums, f"the gradient is not finite: {names}"
-        return plan, recorded, sums, None
+            fault = f"the gradient is not finite: {nonfinite_branches(window, plan, run.reference)}"
+        return _Attempt(plan, recorded, sums, drifts, fault)
+
+    def _drifts(self, window: UpdateWindow, plan: WindowPlan, captured: dict[str, PromptGroup]) -> list[Drift]:
+        """How stale each replica's oldest leased prefix is, measured on its first response; of all replicas."""
+        if self.stale is None:
+            return []
+        leased = [group for group in captured.values() if isinstance(group, LeasedGroup) and group.age]
+        mine: list[Drift] = []
+        if leased:
+            oldest = max(leased, key=lambda group: group.age)
+            group = next(group for group in plan.local if group.id == oldest.name)
+            mine = [self.stale.drift(window, oldest, branches_of(group)[0])]
+        runtime = self.run.runtime
+        leading = mine if runtime.is_replica_leader else []
+        return [drift for part in runtime.gather_objects(leading) for drift in part]
 
     def _recall(self, number: int) -> Recorded | None:
         """What is recorded of this update, by an attempt before this one or in the journal; equal on all ranks."""
@@ -123,7 +159,7 @@ class Trainer:
         if self._recorded is not None and self._recorded[0] == number:
             found = self._recorded[1]
         elif self.journal is not None and runtime.is_main:
-            found = self.journal.recall(number)
+            found = self.journal.recall(number, self._prompts(number))
         # A failure may have come when only some ranks had recorded: what one has, all take.
         return next((part for part in runtime.gather_objects(found) if part is not None), None)
 
@@ -153,14 +189,18 @@ class Trainer:
                 continue
             contract = config.prefix.contract if keep else "response_only"
             with watch.phase("capture"):
-                group = resident.enter_context(
-                    window.prompt_group(prompt.id, prompt.prompt_ids, contract, quiet=False)
-                )
+                group: PromptGroup
+                if self.stale is not None:
+                    group = self.stale.lease(window, prompt.id, prompt.prompt_ids, quiet=False)
+                else:
+                    group = resident.enter_context(
+                        window.prompt_group(prompt.id, prompt.prompt_ids, contract, quiet=False)
+                    )
             with watch.phase("rollout"):
                 rollouts[place] = self.sampler.sample(
                     group, config.rollout.group_size, config.rollout.max_new_tokens, number
                 )
-            if keep:
+            if keep or self.stale is not None:
                 captured[prompt.id] = group
             else:
                 group.close()
@@ -226,6 +266,17 @@ class Trainer:
                 f"{group.id} reward {reward}\n... {prompt}\n>>> {self.text.decode(response.ids)}"
             )
         return samples
+
+
+def _staleness(drifts: Sequence[Drift]) -> dict[str, float]:
+    """Nothing if no prefix was older than the model."""
+    if not drifts:
+        return {}
+    return {
+        "staleness/age": float(max(drift.age for drift in drifts)),
+        "staleness/drift": sum(drift.mean for drift in drifts) / len(drifts),
+        "staleness/drift_max": max(drift.largest for drift in drifts),
+    }
 
 
 def _metrics(

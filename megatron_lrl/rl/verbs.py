@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ from megatron_lrl.checkpoint.hf_export import write_hf_file
 from megatron_lrl.checkpoint.training import latest_training, load_training, save_training, training_path
 from megatron_lrl.config import check_train, differing_settings
 from megatron_lrl.errors import UserError
+from megatron_lrl.lifetimes.retry import Retry
+from megatron_lrl.lifetimes.retry_connections import Connections
 from megatron_lrl.lifetimes.run import open_run, read_model_architecture
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, score_group
 from megatron_lrl.rl.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
+from megatron_lrl.rl.journal import Journal
 from megatron_lrl.rl.output import check_output, claim_output, require_writable
 from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rl.rollout import Rollout
@@ -75,7 +78,8 @@ def _interruptible() -> Iterator[_Interrupt]:
 
 
 def train(config: Config, runtime: Runtime) -> None:
-    """Run the configured updates, resuming from the newest checkpoint of the output folder."""
+    """Run the configured updates, resuming from the newest checkpoint of the output folder and its journal."""
+    connections = Connections.of(runtime)  # while there are none but the process groups'
 
     def prepare() -> tuple[Architecture, Text, list[Prompt], Reward]:
         check_train(config)
@@ -100,18 +104,18 @@ def train(config: Config, runtime: Runtime) -> None:
             runtime.together(_check_progress, progress, config, newest)
             first = int(progress["update"])
         runtime.together(claim_output, output, config, runtime.is_main)
-        trainer = Trainer(run, prompts, reward, text)
-        with runtime.together(
+        journal = Journal(output, config)
+        retry = Retry(run, config.train.window_attempts, connections, lambda: interrupt.asked)
+        trainer = Trainer(run, prompts, reward, text, journal, retry)
+        show = runtime.together(
             Tracker, output, runtime.is_main, first_update=first, updates=config.train.updates
-        ) as tracker:
+        )
+        with show as tracker, closing(trainer):
             if newest is not None:
                 tracker.note(f"resumed {newest} at update {first}")
             saved = first if newest is not None else None
             for number in range(first, config.train.updates):
-                try:
-                    metrics, samples = trainer.update(number)
-                except FloatingPointError as error:  # on all ranks alike
-                    raise UserError(f"update {number + 1}: {error}") from error
+                metrics, samples = trainer.update(number)
                 runtime.together(tracker.log, number, metrics, samples)
                 done = number + 1
                 # One rank's signal stops all, at the same update.
@@ -119,6 +123,8 @@ def train(config: Config, runtime: Runtime) -> None:
                 every = config.train.save_every
                 if stop or done == config.train.updates or (every and done % every == 0):
                     save_training(run, training_path(output, done), _progress(config, done))
+                    if runtime.is_main:  # the checkpoint before this one stays too, should this one get damaged
+                        journal.trim(saved or 0)
                     saved = done
                 if stop:
                     tracker.note(f"interrupted after update {done}; the same command resumes")

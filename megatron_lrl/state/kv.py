@@ -104,13 +104,13 @@ class KVLayer:
             return Entry(target, row, piece)
         capacity = 0 if live else max(self._reserve.pop(chunk, 0), piece.length)
         if capacity and self._growing:
-            # Decoding outgrew its page: double, so that pages stay few.
+            # Decoding starts or outgrew its page: double, so that pages stay few.
             grown = sum(
                 p.length
                 for p in self.own
                 if (p.branch, p.branches, p.chunk) == (piece.branch, piece.branches, chunk)
             )
-            capacity = max(capacity, grown, _GROWTH if grown else 0)
+            capacity = max(capacity, grown, _GROWTH if grown or piece.length == 1 else 0)
         page = Page(piece, k_bhtd, v_bhtd, capacity, chunk)
         self.own.append(page)
         return Entry(page, 0, piece)

@@ -27,14 +27,15 @@ def agent_store(world: World) -> Iterator[None]:
         store.wait([f"left-{other}" for other in range(world.size)])
 
 
-def commands(world: World, cases: list[list[str]]) -> list[tuple[int, str, str, float]]:
-    """Exit code, stdout, stderr and seconds of each command line on this rank."""
+def commands(world: World, cases: list[list[str]]) -> list[tuple[int, str, str, float, float]]:
+    """Exit code, stdout, stderr, seconds and processor seconds of each command line on this rank."""
     outcomes = []
     with agent_store(world):
         for attempt, arguments in enumerate(cases):
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-            start = time.monotonic()
-            outcomes.append((*verb(world, arguments), time.monotonic() - start))
+            start, busy = time.monotonic(), time.process_time()
+            outcome = verb(world, arguments)
+            outcomes.append((*outcome, time.monotonic() - start, time.process_time() - busy))
     return outcomes
 
 

@@ -27,7 +27,8 @@ from oracle.tiny_models import make_hf_dir
 from oracle.trajectories import window, write_jsonl
 from safetensors.torch import load_file, save_file
 
-SECONDS = 30.0  # of one refusal, on a machine that runs other tests too; alone it is well below one
+# One refusal takes well below a second; the bars leave room for a machine that runs much else.
+PROCESSOR_SECONDS, SECONDS = 10.0, 100.0
 VOCAB, POSITIONS = 61, 64
 
 
@@ -44,9 +45,18 @@ class Place:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.model = make_hf_dir(
-            root / "model", "llama", 1, vocab=VOCAB, layers=2, hidden=16, intermediate=16, max_positions=POSITIONS
+            root / "model",
+            "llama",
+            1,
+            vocab=VOCAB,
+            layers=2,
+            hidden=16,
+            intermediate=16,
+            max_positions=POSITIONS,
         )
-        self.prompts = write_jsonl(root / "p.jsonl", [{"id": f"p{i}", "prompt_ids": [3, 5, i]} for i in range(3)])
+        self.prompts = write_jsonl(
+            root / "p.jsonl", [{"id": f"p{i}", "prompt_ids": [3, 5, i]} for i in range(3)]
+        )
         self.groups = window(5, VOCAB, ((5, (2, 3)), (4, (1, 2))))
         self.trajectories = write_jsonl(root / "t.jsonl", self.groups)
         self.config = root / "c.toml"
@@ -59,7 +69,9 @@ class Place:
     def train(self, *overrides: str) -> list[str]:
         return ["train", str(self.config), *overrides]
 
-    def grad(self, *overrides: str, trajectories: Path | None = None, out: str = "g.safetensors") -> list[str]:
+    def grad(
+        self, *overrides: str, trajectories: Path | None = None, out: str = "g.safetensors"
+    ) -> list[str]:
         return self._recorded("grad", overrides, trajectories, out)
 
     def score(self, *overrides: str, trajectories: Path | None = None, out: str = "s.jsonl") -> list[str]:
@@ -113,7 +125,7 @@ def settings_cases(place: Place) -> list[Case]:
         Case(place.train("data.reward_args.under=3"), ("data.reward_args", "under")),
         Case(place.train("data.reward=megatron_lrl.rl.rewards:exact_match"), ("'p0'", "'answer'")),
         Case(place.train("rollout.group_size=1"), ("rollout.group_size", "at least 2")),
-        Case(place.train("model.attention=lastkv"), ("model.attention", '"full"')),
+        Case(place.train("model.attention=last"), ("model.attention", '"full", "lastkv"')),
         Case(["train", str(broken)], ("broken.toml", "TOML", "line 1")),
         Case(["train", str(two)], ("model.hf", "model.checkpoint")),
         Case(["train", str(none)], ("model.hf",)),
@@ -218,7 +230,9 @@ def data_cases(place: Place) -> list[Case]:
     good = place.trajectories.read_text().splitlines()
     malformed = place.write("malformed.jsonl", f"{good[0]}\n{good[1][:-9]}\n")
     cases.append(Case(place.score(trajectories=malformed), ("malformed.jsonl:2", "JSON")))
-    cases.append(Case(place.score(trajectories=place.write("empty.jsonl", "\n")), ("empty.jsonl", "no groups")))
+    cases.append(
+        Case(place.score(trajectories=place.write("empty.jsonl", "\n")), ("empty.jsonl", "no groups"))
+    )
     cases.append(Case(place.score(trajectories=place.root / "absent.jsonl"), ("absent.jsonl",)))
     cases.append(Case(place.score(trajectories=place.root), (str(place.root),)))
     (place.root / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
@@ -259,7 +273,9 @@ def output_cases(place: Place) -> list[Case]:
         Case(place.train(f"train.output={place.config}"), ("train.output", "not a folder")),
         Case(place.train(f"train.output={foreign}"), ("foreign", "holds no run")),
         Case(place.train(f"train.output={foreign}", "train.overwrite=true"), ("foreign", "holds no run")),
-        Case(place.train(f"train.output={other}"), ("other-run", "another", "optimizer.lr", "train.overwrite")),
+        Case(
+            place.train(f"train.output={other}"), ("other-run", "another", "optimizer.lr", "train.overwrite")
+        ),
         Case(place.train(f"train.output={damaged}"), ("damaged-run", "config.json")),
         Case(
             place.train(f"train.output={other}", "train.overwrite=true", f"model.hf={own}"),
@@ -281,19 +297,22 @@ def output_cases(place: Place) -> list[Case]:
 def snapshot(root: Path) -> dict[str, str]:
     """Every path below a folder with the hash of its content."""
     return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
         for path in sorted(root.rglob("*"))
     }
 
 
 def require_refused(world: World, place: Place, cases: list[Case]) -> float:
-    """Runs the cases in one world; all faults at once in the failure. Returns the slowest case's seconds."""
+    """Runs the cases in one world; all faults at once in the failure. Returns the slowest case's
+    processor seconds."""
     before = snapshot(place.root)
     ranks = run_world(world, "cli.ranks:commands", cases=[case.arguments for case in cases])
     faults = []
     for case, outcomes in zip(cases, zip(*ranks, strict=True), strict=True):
         told = " ".join(case.arguments).replace(str(place.root), "")
-        codes, _, errors, seconds = zip(*outcomes, strict=True)
+        codes, _, errors, seconds, busy = zip(*outcomes, strict=True)
         first = errors[0]
         if set(codes) != {2}:
             faults.append(f"{told}\n  exit codes {codes}")
@@ -303,14 +322,14 @@ def require_refused(world: World, place: Place, cases: list[Case]) -> float:
             faults.append(f"{told}\n  traceback: {errors}")
         if missing := [name for name in case.named if name not in first]:
             faults.append(f"{told}\n  does not name {missing}: {first}")
-        if max(seconds) > SECONDS:
-            faults.append(f"{told}\n  took {max(seconds):.1f} s")
+        if max(seconds) > SECONDS or max(busy) > PROCESSOR_SECONDS:
+            faults.append(f"{told}\n  took {max(seconds):.1f} s, {max(busy):.1f} s of the processor")
     after = snapshot(place.root)
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed:
         faults.append(f"written or overwritten: {changed}")
     assert not faults, "\n".join(faults)
-    return max(outcome[3] for outcomes in ranks for outcome in outcomes)
+    return max(outcome[4] for outcomes in ranks for outcome in outcomes)
 
 
 KINDS = {"settings": settings_cases, "model": model_cases, "data": data_cases, "output": output_cases}
@@ -329,7 +348,7 @@ def test_refused(kind: str, world: World, tmp_path: Path, report: Callable[[str,
             for case in cases[:: 2 if kind == "output" else 3]
         ]  # fmt: skip
     report("cases", len(cases))
-    report("slowest, seconds", require_refused(world, place, cases))
+    report("slowest, processor seconds", require_refused(world, place, cases))
 
 
 def test_layout_that_does_not_divide_the_model(tmp_path: Path) -> None:
@@ -413,7 +432,7 @@ def test_reward_that_is_no_number(world: World, tmp_path: Path) -> None:
         error = outcomes[0][2]
         assert error.count("error: ") == 1 and "Traceback" not in error, error
         assert all(name in error for name in named), error
-        assert max(outcome[3] for outcome in outcomes) < SECONDS
+        assert max(outcome[4] for outcome in outcomes) < PROCESSOR_SECONDS
     assert [outcomes[-1][0] for outcomes in ranks] == [0] * world.size, ranks
     assert not (tmp_path / "o.jsonl").exists()
 
@@ -447,7 +466,7 @@ def test_real_torchrun(tmp_path: Path) -> None:
     refused = torchrun(*place.train("parallel.tp=3"))
     assert refused.returncode != 0
     assert refused.stderr.count("error: parallel.tp = 3") == 1, refused.stderr
-    assert "File \"" not in refused.stderr.split("error: parallel.tp")[0]
+    assert 'File "' not in refused.stderr.split("error: parallel.tp")[0]
     assert not (tmp_path / "run").exists()
     trained = torchrun(*place.train("parallel.tp=2"))
     assert trained.returncode == 0, trained.stderr
@@ -457,4 +476,9 @@ def test_real_torchrun(tmp_path: Path) -> None:
 
 def _environment() -> dict[str, str]:
     paths = [str(TESTS), str(TESTS.parent)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }

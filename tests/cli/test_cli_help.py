@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from megatron_lrl import __version__, cli
 from megatron_lrl.config import Config
 
-VERBS = ("import", "export", "train", "generate", "score", "grad", "check")
+VERBS = ("import", "export", "train", "generate", "score", "grad", "check", "plan")
 
 
 def leave(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -50,6 +51,7 @@ def test_verb_help_teaches(verb: str, capsys: pytest.CaptureFixture[str]) -> Non
         "score": ("CONFIG", "key=value", "--trajectories", "--out"),
         "grad": ("CONFIG", "key=value", "--trajectories", "--out"),
         "check": ("CONFIG", "key=value", "--out"),
+        "plan": ("CONFIG", "key=value", "--world", "--prompt", "--response", "--budget", "--tflops", "--out"),
         "train": ("CONFIG", "key=value", "--settings"),
     }[verb]
     _, details = out.split("positional arguments:")

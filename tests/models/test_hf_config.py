@@ -116,7 +116,6 @@ def test_fields_without_influence_are_accepted() -> None:
         ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is an unknown field"),
         ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is an unknown field"),
         ("llama", {"embedding_multiplier": 12}, "embedding_multiplier = 12 is an unknown field"),
-        ("llama", {"lastkv": {"chunk_size": 8, "blend": True}}, "lastkv = "),
         ("qwen2", {"attention_bias": False}, "contradicts family qwen2"),
         (
             "qwen2",

@@ -96,7 +96,7 @@ def test_branches_of_different_length_some_of_them_still(run: Run, plain: PlainM
 def test_decoding_forks_of_a_prefix_captured_in_chunks_without_a_head(run: Run, plain: PlainModel) -> None:
     """Without a head the last layer stops at its keys and values: what is resident must be the same."""
     prompt, tails = ids(17, 8), [ids(70, 9), ids(70, 10)]
-    prefix = SequenceState(reserve=17)
+    prefix = SequenceState(reserve={0: 17})
     with torch.no_grad():
         for chunk in (prompt[:5], prompt[5:16], prompt[16:]):
             hidden = advance(run.model, prefix, [chunk])

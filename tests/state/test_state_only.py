@@ -57,7 +57,7 @@ def counted_calls(run: Run) -> Iterator[Counter[str]]:
 
 def grown(run: Run, pieces: list[int], head: object) -> list[torch.Tensor]:
     """The keys and values that the pieces leave, one tensor per page."""
-    state, start = SequenceState(reserve=len(TOKENS)), 0
+    state, start = SequenceState(reserve={0: len(TOKENS)}), 0
     with torch.no_grad():
         for length in pieces:
             advance(run.model, state, [TOKENS[start : start + length]], head)  # type: ignore[arg-type]

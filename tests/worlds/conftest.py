@@ -70,7 +70,7 @@ class Answers:
         """A case for `worlds.ranks`; `contract`, `Z`, `K`, `T` stand for their keys, `__` for the dot in others."""
         short = {"contract": "prefix.contract", "Z": "prefix.chunk_size", "K": "replay.concurrent"}
         short["T"] = "prefix.truncate_tokens"
-        values = {"Z": 7, "K": 2, **settings}
+        values = {"Z": 13, "K": 2, **settings}
         return {
             "verb": verb,
             "hf": str(self.hf(case)),

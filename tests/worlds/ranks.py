@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,10 +146,3 @@ def most_staggered(responses: Sequence[Sequence[int]]) -> int:
     """The token whose first places in the responses differ most, so that they end one after another."""
     tokens = {token for ids in responses for token in ids}
     return max(sorted(tokens), key=lambda t: len({ids.index(t) for ids in responses if t in ids}))
-
-
-def write_prompts(path: Path, prompts: Sequence[Sequence[int]]) -> Path:
-    """A prompts file of token ids."""
-    lines = [f'{{"id": "p{i}", "prompt_ids": {list(ids)}}}\n' for i, ids in enumerate(prompts)]
-    path.write_text("".join(lines))
-    return path

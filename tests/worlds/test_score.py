@@ -1,7 +1,7 @@
 """Claim: `score` gives transformers' log-probabilities, in every parallel layout and for every kind of model.
 
 Why the tests show it: the verb's own code writes its file in each of the ten worlds, for each tiny model (three
-families, tied and untied, every RoPE kind), for prompts of 37, 11 and 1 tokens captured in chunks of 7 and
+families, tied and untied, every RoPE kind), for prompts of 37, 11 and 1 tokens captured in chunks of 13 and
 responses of 1 to 13 tokens replayed two at a time; transformers runs each full sequence by itself. The bar, 2e-5
 of a log-probability, is fp32 rounding; a wrong neighbour, position or shard moves them by far more.
 Not shown: bfloat16, CUDA kernels, models wider than 32.

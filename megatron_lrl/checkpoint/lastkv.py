@@ -1,0 +1,90 @@
+"""A dense model becomes a LastKV one: new gates, the key in config.json, room for the gates in its files.
+
+The same on the way into a checkpoint (`import --lastkv-chunk`) and when a run loads a dense model with
+model.attention = "lastkv". Gates are parameters: logits of alpha, one per layer and KV head. Their initial value is
+rounded to the source's dtype either way, so both ways give the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from megatron_lrl.checkpoint.manifest import Manifest
+from megatron_lrl.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FileLayout, TensorRecord
+from megatron_lrl.checkpoint.table import conversion_table, is_gate
+from megatron_lrl.errors import UserError
+from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.runtime import DTYPES as RUN_DTYPES
+
+DEFAULT_GATE_INIT = 0.1  # alpha of new gates
+
+
+def has_gates(manifest: Manifest) -> bool:
+    """True if the weights described are a LastKV model's."""
+    return "lastkv" in manifest.architecture
+
+
+def converted(manifest: Manifest, arch: Architecture) -> Manifest:
+    """The manifest of a model that became `arch`: with gates, if it is LastKV and its source was not.
+
+    Each gate is stored in the manifest's dtype and in the file of its layer's output projection.
+    """
+    if arch.lastkv is None or has_gates(manifest):
+        return manifest
+    layout = _with_gates(manifest.layout, arch, DTYPE_NAMES[RUN_DTYPES[manifest.dtype]])
+    return Manifest.of(arch, manifest.dtype, layout)
+
+
+@torch.no_grad()
+def initialise_gates(model: torch.nn.Module, gate_init: float, dtype: str) -> None:
+    """Set this rank's gates to logit(`gate_init`), rounded to `dtype` (a key of `RUN_DTYPES`).
+
+    Raises UserError unless 0 < gate_init < 1.
+    """
+    if not 0 < gate_init < 1:
+        raise UserError(f"gate_init = {gate_init:g}: alpha at initialisation must be > 0 and < 1")
+    logit = torch.logit(torch.tensor(gate_init, dtype=torch.float64)).to(RUN_DTYPES[dtype])
+    for name, parameter in model.named_parameters():
+        if is_gate(name):
+            parameter.fill_(logit.item())
+
+
+def _with_gates(layout: FileLayout, arch: Architecture, dtype: str) -> FileLayout:
+    files = {record.name: record.file for record in layout.tensors}
+    gates = [
+        TensorRecord(name, files[f"model.layers.{entry.layer}.self_attn.o_proj.weight"], dtype, tuple(shape))
+        for entry in conversion_table(arch)
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
+        if is_gate(name)
+    ]
+    tensors = [
+        record
+        for file in dict.fromkeys(files.values())
+        for record in _aligned(
+            [record for record in layout.tensors if record.file == file],
+            [record for record in gates if record.file == file],
+        )
+    ]
+    added = {"total_size": sum(gate.nbytes for gate in gates), "total_parameters": len(gates) * arch.num_kv_heads}
+    totals = {
+        key: value + added[key] if key in added and isinstance(value, int) else value
+        for key, value in layout.index_metadata.items()
+    }
+    return replace(layout, tensors=tuple(tensors), index_metadata=totals)
+
+
+def _aligned(held: list[TensorRecord], gates: Iterable[TensorRecord]) -> list[TensorRecord]:
+    """One file's tensors with the gates behind the last of at least their element size.
+
+    A tensor's data must start at a multiple of its element size, which files keep by descending size.
+    """
+    gates = list(gates)
+    if not gates:
+        return held
+    width = DTYPES[gates[0].dtype].itemsize
+    wide = [i for i, record in enumerate(held) if DTYPES[record.dtype].itemsize >= width]
+    place = wide[-1] + 1 if wide else 0
+    return [*held[:place], *gates, *held[place:]]
