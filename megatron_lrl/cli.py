@@ -51,7 +51,8 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "lastkv, each layer a gate per KV head. It is not the original function any more.",
             _TARGET,
         ),
-        "import HF_DIR CKPT_DIR [--lastkv-chunk C] [--no-lastkv-blend] [--lastkv-gate-init A] [--tp N] [--pp N]",
+        "import HF_DIR CKPT_DIR [--tp N] [--pp N]\n"
+        "       [--lastkv-chunk C [--no-lastkv-blend] [--lastkv-gate-init A]]",
         "import Qwen3-8B ckpt/qwen3-8b",
     ),
     "export": (

@@ -47,7 +47,7 @@ def test_every_documented_key_is_read(write) -> None:
             model = { hf = "DIR", dtype = "bfloat16", attention = "lastkv" }
             lastkv = { chunk_size = 64, blend = false, gate_init = 0.25 }
             parallel = { tp = 2, cp = 3, pp = 4, ep = 1 }
-            prefix = { contract = "truncated", chunk_size = 7, truncate_tokens = 11 }
+            prefix = { contract = "truncated", chunk_size = 7, truncate_tokens = 11, max_staleness = 0 }
             replay = { concurrent = 2, logits_chunk = 5, check_poison = true }
             rollout = { group_size = 3, max_new_tokens = 9, temperature = 0.5, top_p = 0.9, seed = 13 }
             [loss]
@@ -74,6 +74,8 @@ def test_every_documented_key_is_read(write) -> None:
             overwrite = true
             seed = 17
             log_samples = 0
+            window_attempts = 3
+            on_nonfinite = "skip"
             [data]
             prompts = "p.jsonl"
             reward = "my.rewards:f"
@@ -92,7 +94,12 @@ def test_every_documented_key_is_read(write) -> None:
     }
     assert config.lastkv.model_dump() == {"chunk_size": 64, "blend": False, "gate_init": 0.25}
     assert config.parallel.model_dump() == {"tp": 2, "cp": 3, "pp": 4, "ep": 1, "sequence_parallel": True}
-    assert config.prefix.model_dump() == {"contract": "truncated", "chunk_size": 7, "truncate_tokens": 11}
+    assert config.prefix.model_dump() == {
+        "contract": "truncated",
+        "chunk_size": 7,
+        "truncate_tokens": 11,
+        "max_staleness": 0,
+    }
     assert config.replay.model_dump() == {"concurrent": 2, "logits_chunk": 5, "check_poison": True}
     assert config.rollout.model_dump() == {
         "group_size": 3,
@@ -127,6 +134,8 @@ def test_every_documented_key_is_read(write) -> None:
         "overwrite": True,
         "seed": 17,
         "log_samples": 0,
+        "window_attempts": 3,
+        "on_nonfinite": "skip",
     }
     assert config.data.model_dump() == {
         "prompts": "p.jsonl",
@@ -143,7 +152,13 @@ def test_defaults_are_those_of_the_design(write) -> None:
     assert (config.model.dtype, config.model.attention) == ("float32", "full")
     assert (config.lastkv.chunk_size, config.lastkv.blend, config.lastkv.gate_init) == (512, True, 0.1)
     assert config.parallel.model_dump() == {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False}
-    assert config.prefix.model_dump() == {"contract": "exact", "chunk_size": 2048, "truncate_tokens": 8192}
+    assert config.prefix.model_dump() == {
+        "contract": "exact",
+        "chunk_size": 2048,
+        "truncate_tokens": 8192,
+        "max_staleness": 0,
+    }
+    assert (config.train.window_attempts, config.train.on_nonfinite) == (2, "stop")
     assert (config.replay.concurrent, config.replay.logits_chunk) == (1, 1024)
     assert config.rollout.model_dump() == {
         "group_size": 8,

@@ -68,7 +68,10 @@ def _with_gates(layout: FileLayout, arch: Architecture, dtype: str) -> FileLayou
             [record for record in gates if record.file == file],
         )
     ]
-    added = {"total_size": sum(gate.nbytes for gate in gates), "total_parameters": len(gates) * arch.num_kv_heads}
+    added = {
+        "total_size": sum(gate.nbytes for gate in gates),
+        "total_parameters": len(gates) * arch.num_kv_heads,
+    }
     totals = {
         key: value + added[key] if key in added and isinstance(value, int) else value
         for key, value in layout.index_metadata.items()

@@ -47,10 +47,13 @@ class LastKVState(SequenceState):
     ) -> None:
         """``last_layer``: global number of the last attention layer.
 
-        ``keep_from``: keep own-layer pages from the chunk before this position's on, for a sweep that recomputes them.
+        ``keep_from``: keep own-layer pages from the chunk before this position's on, for a sweep that recomputes them
+        (default: from ``start``, if the state is logged).
         """
         super().__init__(branches, start, reserve, log)
-        self.clock, self.blended, self.last_layer, self.keep_from = clock, blended, last_layer, keep_from
+        self.clock, self.blended, self.last_layer = clock, blended, last_layer
+        # A logged state is about to be swept, which needs own-layer pages that attention itself is done with.
+        self.keep_from = start if log and keep_from is None else keep_from
         self._blends: dict[int, tuple[int, list[Block]]] = {}  # layer -> (chunk, blended blocks), without autograd
 
     def rounds(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -146,11 +149,9 @@ class LastKVState(SequenceState):
         super().close(fill_nan)
 
     def _empty(self, branches: int, start: int, log: bool) -> Self:
-        # A logged fork is about to be swept: it keeps its own-layer pages.
         return type(self)(
-            branches, start, log=log, clock=self.clock, blended=self.blended, last_layer=self.last_layer,
-            keep_from=start if log else None,
-        )  # fmt: skip
+            branches, start, log=log, clock=self.clock, blended=self.blended, last_layer=self.last_layer
+        )
 
     def _slices_before(self, number: int, layer: KVLayer, advance: int) -> list[PageSlice]:
         if layer.rounds:

@@ -138,8 +138,9 @@ class PromptGroup:
             live = [i for i, (low, _) in enumerate(self.spans()) if low >= self.live_from]
             meter = SavedBytes(self.run.core(self.model).parameters())
             with meter.measure():
-                for batch in in_passes([partial(self._sweep_chunk, i) for i in reversed(live)], self.state, self.run):
-                    run_schedule(self.model, batch, backward=True)
+                for batch in in_passes(live[::-1], self.state, self.run):
+                    self.state.collect_adjoints(batch[0], self.run.runtime.groups.pp)
+                    run_schedule(self.model, [partial(self._sweep_chunk, i) for i in batch], backward=True)
             self.run.ledger.observe_peak("replay", meter.peak)
         self.phase = GroupPhase.SWEPT
 

@@ -34,7 +34,7 @@ from megatron_lrl.settings import Config
 from megatron_lrl.state.advance import token_layout
 
 _WIDE_WORD = 8  # bytes of a recorded per-token value
-_FEW = 2  # layers of a stage whose passes are run; more are counted
+_FEW = 1  # layers of a stage whose passes are run; more are counted
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def run_schedule(model: Any, micro_batches: Sequence[MicroBatch], backward: bool
         )
 
 
-def in_passes(steps: Sequence[MicroBatch], state: Any, run: Any) -> list[list[MicroBatch]]:
+def in_passes(steps: Sequence[T], state: Any, run: Any) -> list[list[T]]:
     """Micro-batches of one sequence as lists that may run in one schedule.
 
     All at once fill a pipeline; a state whose passes wait for the last stage's result gets one pass at a time.

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World, run_world
+from harness.verbs import run_verb
 from oracle.tiny_models import make_hf_dir
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -169,8 +170,24 @@ def test_a_lastkv_directory_goes_around_bit_equal(
     _convert(exporter, [("export", tmp_path / f"{name}-ckpt", tmp_path / name, {}) for name in CASES])
     for name in CASES:
         _assert_same_directory(tmp_path / name, trained[name])
-        gates = torch.stack([tensor for key, (_, tensor) in _stored(tmp_path / name).items() if _is_gate(key)])
+        gates = torch.stack(
+            [tensor for key, (_, tensor) in _stored(tmp_path / name).items() if _is_gate(key)]
+        )
         assert gates.shape == (LAYERS, KV_HEADS) and gates.unique().numel() == gates.numel()
+
+
+def test_the_command_line_reaches_the_conversion(
+    root: Path, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    name = "llama-bf16-sharded-tied"
+    options = ["--lastkv-chunk", "3", "--no-lastkv-blend", "--lastkv-gate-init", "0.25"]
+    run_verb(ONE, ["import", root / name, tmp_path / "ckpt", *options]).require_success()
+    run_verb(ONE, ["export", tmp_path / "ckpt", tmp_path / "hf"]).require_success()
+    _assert_same_directory(tmp_path / "hf", exported[name])
+    for option in (["--no-lastkv-blend"], ["--lastkv-gate-init", "0.2"], ["--lastkv-chunk", "0"]):
+        outcome = run_verb(ONE, ["import", root / name, tmp_path / "none", *option])
+        assert outcome.codes == [2] and option[0] in outcome.err[0], outcome.err[0]
+    assert not (tmp_path / "none").exists()
 
 
 def _lastkv(source: str, *settings: str, dtype: str = "float32") -> list[str]:
@@ -211,7 +228,9 @@ def test_converting_on_load_gives_the_imported_model(
                 assert _same_bits(other["weights"][key], tensor), key
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(ONE, "float32"), (ONE, "bfloat16"), (FOUR, "float32")], ids=str)
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(ONE, "float32"), (ONE, "bfloat16"), (FOUR, "float32")], ids=str
+)
 def test_every_source_of_a_model_gives_the_same_log_probabilities(
     world: World, dtype: str, root: Path, exported: dict[str, Path], trained: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -285,7 +304,10 @@ def test_contradictions_are_named(root: Path, exported: dict[str, Path], tmp_pat
         (("import", lastkv, target, {"chunk": 8, "gate_init": 0.2}), (config_file, "--lastkv-gate-init")),
         (("import", dense, target, {"chunk": 8, "gate_init": 1.0}), ("gate_init = 1", "> 0 and < 1")),
         (("import", faulty[_drop_a_gate], target, {}), ("missing", "model.layers.2.self_attn.lastkv_gate")),
-        (("import", faulty[_drop_the_key], target, {}), ("left over", "model.layers.0.self_attn.lastkv_gate")),
+        (
+            ("import", faulty[_drop_the_key], target, {}),
+            ("left over", "model.layers.0.self_attn.lastkv_gate"),
+        ),
         (("import", faulty[_drop_the_key], target, {"chunk": 8}), ("left over", "lastkv_gate")),
         (("import", faulty[_widen_a_gate], target, {}), ("layers.1.self_attn.lastkv_gate", "[4]", "[2]")),
         (("import", keyed, target, {}), ("4 tensor(s) missing", "lastkv_gate")),
@@ -323,9 +345,7 @@ def test_a_run_that_converted_on_load_saves_and_resumes_its_gates(
     own = {dtype: tmp_path / dtype / "own" for dtype in models}
 
     training = "checkpoint.training_ranks"
-    plain = run_world(
-        world, f"{training}:train", cases=[(source[d], d, str(tmp_path / d)) for d in models]
-    )
+    plain = run_world(world, f"{training}:train", cases=[(source[d], d, str(tmp_path / d)) for d in models])
     cases = [(source[dtype], dtype, str(own[dtype]), None) for dtype in models]
     again = run_world(world, f"{training}:resume", cases=cases)
     away = run_world(guest, f"{training}:resume", cases=cases)
@@ -339,7 +359,9 @@ def test_a_run_that_converted_on_load_saves_and_resumes_its_gates(
                 assert _same_bits(again[rank][index]["local6"][key], tensor), f"rank {rank} {dtype} {key}"
         expected = plain[0][index]["whole3"]
         assert sum(map(_is_gate, expected)) == LAYERS
-        if dtype == "float32":  # bfloat16 gates may round back to where they were; their masters are in local6
+        if (
+            dtype == "float32"
+        ):  # bfloat16 gates may round back to where they were; their masters are in local6
             before, after = plain[0][index]["whole3"], plain[0][index]["whole4"]
             assert not any(torch.equal(before[key], after[key]) for key in expected if _is_gate(key))
         found = {

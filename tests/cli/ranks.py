@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,23 +17,35 @@ from torch.distributed import TCPStore
 
 
 @contextlib.contextmanager
-def agent_store(world: World) -> Iterator[None]:
-    """A store that outlives the commands, as torchrun's agent keeps one: each command is an attempt of its own."""
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+def rendezvous(world: World) -> Iterator[Callable[[], None]]:
+    """Stores that outlive a command, as torchrun's agent keeps one; calling the result goes on to a fresh store."""
+    rank = int(os.environ["RANK"])
+    base = TCPStore(
+        "127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False
+    )
+    stores: list[TCPStore] = []
+    turns = itertools.count()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    yield
-    store.set(f"left-{rank}", "")
+
+    def following() -> None:
+        turn = f"port-{next(turns)}"
+        if rank == 0:
+            stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            base.set(turn, str(stores[-1].port))
+        os.environ["MASTER_PORT"] = base.get(turn).decode()
+
+    yield following
+    base.set(f"left-{rank}", "")
     if rank == 0:
-        store.wait([f"left-{other}" for other in range(world.size)])
+        base.wait([f"left-{other}" for other in range(world.size)])
 
 
 def commands(world: World, cases: list[list[str]]) -> list[tuple[int, str, str, float, float]]:
     """Exit code, stdout, stderr, seconds and processor seconds of each command line on this rank."""
     outcomes = []
-    with agent_store(world):
-        for attempt, arguments in enumerate(cases):
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    with rendezvous(world) as following:
+        for arguments in cases:
+            following()
             start, busy = time.monotonic(), time.process_time()
             outcome = verb(world, arguments)
             outcomes.append((*outcome, time.monotonic() - start, time.process_time() - busy))

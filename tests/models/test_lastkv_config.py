@@ -115,8 +115,12 @@ def test_gates_are_in_the_table_and_in_the_model_with_the_key_only(family: str) 
         assert [shard.tolist() for shard in shards] == [[0, 1], [2, 3]]
         assert torch.equal(entry.op.from_shards(shards, entry.hf_shapes)[0], gate_M)
 
-    names = {arch.attention: [n for e in conversion_table(arch) for n in e.hf_names] for arch in (plain, lastkv)}
-    with pytest.raises(UserError, match=r"3 tensor\(s\) missing, first: model\.layers\.0\.self_attn\.lastkv_gate"):
+    names = {
+        arch.attention: [n for e in conversion_table(arch) for n in e.hf_names] for arch in (plain, lastkv)
+    }
+    with pytest.raises(
+        UserError, match=r"3 tensor\(s\) missing, first: model\.layers\.0\.self_attn\.lastkv_gate"
+    ):
         check_names(after, names["full"], lastkv, "source")
     with pytest.raises(UserError, match=r"3 tensor\(s\) left over.*model\.layers\.0\.self_attn\.lastkv_gate"):
         check_names(before, names[lastkv.attention], plain, "source")

@@ -1,0 +1,39 @@
+"""Rank functions of tests/lifetimes/test_plan.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.worlds import World
+from lifetimes.tiny import branches, ids, mean_loss
+from megatron_lrl.config import load_config
+from megatron_lrl.lifetimes.plan import Work, open_plan
+from megatron_lrl.lifetimes.plan_world import beside
+from megatron_lrl.lifetimes.replay import batches_of
+from megatron_lrl.lifetimes.run import open_run
+from megatron_lrl.runtime import Layout, runtime_scope
+
+
+def measured(world: World, settings: Sequence[str], contracts: Sequence[str], work: Sequence[int]) -> dict[str, Any]:
+    """Bytes of this rank after one update under each contract, and what a plan beside the run says."""
+    shape = Work(*work)
+    config = load_config("/dev/null", [*settings, *world.overrides, f"parallel.sequence_parallel={str(world.tp > 1).lower()}"])
+    found: dict[str, Any] = {}
+    with runtime_scope(Layout(world.tp, world.cp, world.pp)) as runtime:
+        with open_run(config, runtime, optimizer=True) as run:
+            for contract in contracts:
+                responses = branches([shape.response] * shape.group)
+                batches = batches_of(responses, shape.concurrent)
+                with run.update_window() as window:
+                    window.fix(branch.key for branch in responses)
+                    with window.prompt_group("g", ids(shape.prompt, 1), contract) as group:
+                        state = group.state.nbytes if group.state is not None else 0
+                        window.replay(group, batches, [mean_loss(0.1)] * len(batches))
+                    window.reduce()
+                    window.step()
+                found[contract] = {"state": state, **run.ledger.peak, **run.ledger.parts}
+            with open_plan(config, beside(runtime), run.arch) as plan:
+                found["planned beside"] = plan.bytes_of(shape, contracts[0], recorded=True).lifetimes()
+            found["stage"] = runtime.pp_rank
+    return found
