@@ -75,7 +75,10 @@ def describe_settings() -> str:
 
 def check_train(config: Config) -> None:
     """Raise UserError unless the settings that only training needs are there and can teach anything."""
-    if config.data.prompts is None:
+    lm = config.train.objective == "lm"
+    if lm and config.lm.data is None:
+        raise UserError('train.objective = "lm" needs lm.data: a .txt or .jsonl file, or a Megatron indexed dataset')
+    if not lm and config.data.prompts is None:
         raise UserError("train needs data.prompts: a JSONL file of prompts")
     if config.train.output is None:
         raise UserError('train needs train.output: a folder for the run, for example "runs/name"')
@@ -84,7 +87,7 @@ def check_train(config: Config) -> None:
             'model.dtype = "float64" is for score and grad; the optimizer works in float32; '
             'valid for train: "float32", "bfloat16"'
         )
-    if config.rollout.group_size < 2:
+    if not lm and config.rollout.group_size < 2:
         raise UserError(
             f'rollout.group_size = {config.rollout.group_size}: loss.advantage = "{config.loss.advantage}" '
             "compares the responses of a group and needs at least 2"

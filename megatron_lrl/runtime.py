@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -177,13 +179,50 @@ def init_distributed() -> World:
         torch.set_num_threads(per_rank)
     if not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
-        if "MASTER_ADDR" in os.environ:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _fresh_store(rank, world_size)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+            )
+        elif "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
         elif world_size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
         else:
             raise UserError("WORLD_SIZE is set but MASTER_ADDR is not: launch with torchrun")
     return World(device, rank, world_size)
+
+
+def _fresh_store(rank: int, world_size: int) -> dist.Store:
+    """The store of torchrun's agent, under a prefix that is new with every start of the world.
+
+    The agent's store outlives a restart of its workers and still holds the addresses of the dead; whoever reads one
+    waits for a connection that never comes. Restart counts may differ between nodes, so rank 0 draws the prefix, and
+    hands it to every rank that greets it with a name of its own. No wait here can be answered by what a dead rank left.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    name = uuid.uuid4().hex
+    if rank == 0:
+        answered: dict[int, str] = {0: name}
+        greeted: set[int] = {0}
+        while len(greeted) < world_size:
+            for other in range(1, world_size):
+                key = f"megatron_lrl/hello/{other}"
+                if other in greeted or not store.check([key]):
+                    continue
+                seen = store.get(key).decode()
+                if answered.get(other) != seen:  # again, if it changed: the first may have been a dead rank's
+                    answered[other] = seen
+                    store.set(f"megatron_lrl/welcome/{seen}", name)
+                if store.check([f"megatron_lrl/thanks/{name}/{seen}"]):
+                    greeted.add(other)
+            time.sleep(0.05)
+        return dist.PrefixStore(f"megatron_lrl/{name}", store)
+    store.set(f"megatron_lrl/hello/{rank}", name)
+    prefix = store.get(f"megatron_lrl/welcome/{name}").decode()  # waits
+    store.set(f"megatron_lrl/thanks/{prefix}/{name}", "1")
+    return dist.PrefixStore(f"megatron_lrl/{prefix}", store)
 
 
 def check_world(layout: Layout, world_size: int) -> None:

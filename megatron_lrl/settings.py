@@ -88,6 +88,18 @@ class PrefixTable(Table):
         'contract = "response_only", and logs the drift of log-probabilities against a fresh capture',
         ge=0,
     )
+    measure_omitted_every: int = _key(
+        0,
+        "> 0: every so many updates the window is also accumulated under exact, and the gradient that "
+        "response_only or truncated omits is logged (omitted/*); no update changes. 0 = never",
+        ge=0,
+    )
+    keep_graph_bytes: int = _key(
+        0,
+        "bytes of saved tensors that the capture may keep, so that the newest chunks need no second forward in "
+        "the exact sweep; full attention and parallel.pp = 1; execution only, never changes results",
+        ge=0,
+    )
 
     @model_validator(mode="after")
     def _stale_prefixes_are_constant(self) -> PrefixTable:
@@ -175,6 +187,11 @@ class OptimizerTable(Table):
 class TrainTable(Table):
     """The run. `train` resumes from the newest checkpoint in output if that folder holds the same run."""
 
+    objective: Literal["grpo", "lm"] = _key(
+        "grpo",
+        "grpo: reinforcement learning on data.prompts; lm: next-token training on lm.data, with the same model, "
+        "checkpoints and tracking (LastKV uptraining)",
+    )
     updates: int = _key(20, "updates of the whole run, those before a resume included", ge=1)
     groups_per_update: int = _key(1, "prompts per update over all dp ranks", ge=1)
     save_every: int = _key(10, "updates between checkpoints; 0 = only at the end", ge=0)
@@ -193,6 +210,22 @@ class TrainTable(Table):
     on_nonfinite: Literal["stop", "skip"] = _key(
         "stop", "what a NaN or infinite loss or gradient does: stop the run, or skip the update's step; both say where"
     )
+
+
+class LmTable(Table):
+    """Next-token training, read when train.objective = "lm"."""
+
+    data: str | None = _key(
+        None,
+        "documents: a .txt file (one document), a .jsonl file (one a line), or the prefix of a Megatron indexed "
+        "dataset (PREFIX.bin and PREFIX.idx, token ids of this model)",
+        min_length=1,
+    )
+    text_key: str = _key("text", "key of a document's text in a .jsonl line; token ids stand under \"ids\"", min_length=1)
+    sequence_length: int = _key(
+        2048, "tokens of a packed sequence; a document that does not fit is cut, and each part starts at position 0", ge=2
+    )
+    sequences_per_update: int = _key(8, "packed sequences per update over all dp ranks", ge=1)
 
 
 class DataTable(Table):
@@ -229,12 +262,18 @@ class Config(Table):
     loss: LossTable = Field(default_factory=LossTable)
     optimizer: OptimizerTable = Field(default_factory=OptimizerTable)
     train: TrainTable = Field(default_factory=TrainTable)
+    lm: LmTable = Field(default_factory=LmTable)
     data: DataTable = Field(default_factory=DataTable)
 
     @model_validator(mode="after")
     def _across_tables(self) -> Config:
         if self.model.hf is None and self.model.checkpoint is None:
             raise ValueError("no model: set model.hf or model.checkpoint to a directory")
+        if self.prefix.keep_graph_bytes and self.parallel.pp > 1:
+            raise ValueError(
+                f"prefix.keep_graph_bytes = {self.prefix.keep_graph_bytes} needs parallel.pp = 1, not "
+                f"{self.parallel.pp}: a pipeline passes gradients between stages only within one schedule; valid: 0"
+            )
         if self.optimizer.warmup_updates >= self.train.updates:
             raise ValueError(
                 f"optimizer.warmup_updates = {self.optimizer.warmup_updates} must be less than "

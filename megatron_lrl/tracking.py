@@ -30,6 +30,7 @@ _SUMMARY = (
     ("reward/solved", "solved", ".2f"),
     ("response/length", "length", ".1f"),
     ("loss/policy", "loss", "+.4f"),
+    ("lm/loss", "loss", ".4f"),
     ("mismatch/kl", "kl", ".1e"),
     ("optimizer/grad_norm", "grad", ".2f"),
     ("optimizer/lr", "lr", ".1e"),

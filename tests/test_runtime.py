@@ -9,13 +9,22 @@ accepts every world that the rule for ep accepts, since no supported model has e
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.runtime import Layout, check_world, init_runtime, runtime_scope, shutdown_runtime
+from megatron_lrl.runtime import (
+    Layout,
+    _fresh_store,
+    check_world,
+    init_runtime,
+    runtime_scope,
+    shutdown_runtime,
+)
 
 
 @given(tp=st.integers(1, 5), cp=st.integers(1, 3), pp=st.integers(1, 5), world=st.integers(1, 64))
@@ -80,3 +89,18 @@ def test_a_process_can_start_anew_after_a_refusal(alone: None) -> None:
     with runtime_scope(Layout()) as runtime:
         assert (runtime.world_size, runtime.dp, runtime.is_main) == (1, 1, True)
     assert not dist.is_initialized()
+
+
+def test_a_restarted_world_shares_a_store_without_the_keys_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store stays; of the start in between only two ranks got as far as greeting rank 0."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    with ThreadPoolExecutor(3) as pool:
+        for start in range(3):
+            stores = list(pool.map(_fresh_store, range(3), [3] * 3))
+            assert not any(store.check(["address"]) for store in stores)
+            stores[start].set("address", str(start))
+            assert [store.get("address") for store in stores] == [str(start).encode()] * 3
+            for rank in (1, 2):
+                agent.set(f"megatron_lrl/hello/{rank}", f"dead-{start}-{rank}")

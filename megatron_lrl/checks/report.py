@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_lrl.checks.gradients import GradientComparison, compare_gradients, snapshot
+from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradients, snapshot
 from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.loss import summarise

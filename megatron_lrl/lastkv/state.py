@@ -110,8 +110,8 @@ class LastKVState(SequenceState):
             self._hand_out(self.clock.chunk(self.counts[0]), pp_group)
         return super().freeze(pp_group)
 
-    def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0) -> int:
-        total = super().enable_adjoints(dtype, live_from)
+    def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0, spare: bool = False) -> int:
+        total = super().enable_adjoints(dtype, live_from, spare)
         store = self.layer(self.last_layer)
         if store.rounds:
             return total

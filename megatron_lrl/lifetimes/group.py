@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from megatron_lrl.attention.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.identity import Identity
+from megatron_lrl.lifetimes.kept import KeptGraphs, largest_over_replica
 from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.schedule import in_passes, run_schedule
 from megatron_lrl.state import SequenceState, advance
@@ -70,6 +71,7 @@ class PromptGroup:
         self.phase = GroupPhase.NEW
         self.state: SequenceState | None = None
         self._live = False  # the state has adjoints
+        self._kept: KeptGraphs | None = None
         self._quiet = quiet or not run.runtime.is_main
         self._nbytes = 0
 
@@ -80,6 +82,19 @@ class PromptGroup:
     @property
     def conventional(self) -> bool:
         return self.contract == "conventional"
+
+    @property
+    def whole_graph(self) -> bool:
+        """Whether a replay keeps one graph through everything it feeds."""
+        return self.conventional
+
+    def feed(
+        self, responses: Sequence[Sequence[int]]
+    ) -> tuple[list[tuple[int, ...]], list[int], list[Sequence[int]]]:
+        """What a replay of these responses feeds, the position whose output predicts each first token, what is scored."""
+        prompt = self.prompt_ids if self.conventional else self.prompt_ids[-1:]
+        tokens = [(*prompt, *ids[:-1]) for ids in responses]
+        return tokens, [len(self.prompt_ids) - 1] * len(responses), list(responses)
 
     @property
     def identity(self) -> Identity:
@@ -115,11 +130,17 @@ class PromptGroup:
         if self.conventional:
             return self.run.new_state(branches, log=log)
         assert self.state is not None
-        if torch.is_grad_enabled() and not self._live and self.live_from < len(self.prefix_ids):
-            dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
-            self._hold(self.state.enable_adjoints(dtype, self.live_from))
-            self._live = True
+        if torch.is_grad_enabled() and self.live_from < len(self.prefix_ids):
+            self._enable_adjoints()
         return self.state.fork(branches, log)
+
+    def _enable_adjoints(self, spare: bool = False) -> None:
+        """Allocate the adjoint, once. ``spare``: the capture is not finished."""
+        if not self._live:
+            assert self.state is not None
+            dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
+            self._hold(self.state.enable_adjoints(dtype, self.live_from, spare))
+            self._live = True
 
     def _hold(self, nbytes: int) -> None:
         self._nbytes += nbytes
@@ -149,6 +170,8 @@ class PromptGroup:
         if self.phase is GroupPhase.CLOSED:
             return
         fill_nan = self.run.config.replay.check_poison
+        if self._kept is not None:
+            self._kept.clear()
         if self.state is not None:
             self.state.close(fill_nan)
         self.run.ledger.add("group", -self._nbytes)
@@ -183,29 +206,49 @@ class PromptGroup:
             log=live,
             keep_from=self.live_from if live else None,
         )
+        if live and self.run.config.prefix.keep_graph_bytes and not self.state.sequential:
+            slots = [token_layout(core, empty, [high - low]).local_slots for low, high in spans]
+            first = next(i for i, (low, _) in enumerate(spans) if low >= self.live_from)
+            budget = self.run.config.prefix.keep_graph_bytes
+            self._kept = KeptGraphs(budget, slots, first, list(core.parameters()))
         bar = tqdm(
             total=len(self.prefix_ids), desc=f"capture {self.name}", unit="tok", leave=False, delay=2,
             disable=self._quiet or len(spans) < _PROGRESS_CHUNKS,
         )  # fmt: skip
         with bar:
-            for batch in in_passes([partial(self._feed, *span, bar) for span in spans], self.state, self.run):
+            for batch in in_passes([partial(self._feed, i, *span, bar) for i, span in enumerate(spans)], self.state, self.run):
                 run_schedule(self.model, batch, backward=False)
                 self.state.settle(self.run.runtime.groups.pp)
         self.state.freeze(self.run.runtime.groups.pp)
-        self._hold(self.state.nbytes)
+        # Adjoints that exist already are held; kept graphs live as long as the group, until they are swept.
+        held = 0 if self._kept is None else self._kept.nbytes
+        self._hold(self.state.nbytes - self._nbytes + held)
 
-    def _feed(self, low: int, high: int, bar: Any, model: Any) -> tuple[Tensor, Any]:
+    def _feed(self, number: int, low: int, high: int, bar: Any, model: Any) -> tuple[Tensor, Any]:
         assert self.state is not None
-        output = advance(model, self.state, [self.prefix_ids[low:high]])
+        tokens = self.prefix_ids[low:high]
+        if self._kept is not None and self._kept.wants(number):
+            if number:
+                # The graph's backward adds to the adjoint of what the chunk reads: it must be there before.
+                self._enable_adjoints(spare=True)
+            output = self._kept.capture(
+                model, self.state, tokens, number, lambda n: largest_over_replica(n, self.run.runtime)
+            )
+        else:
+            output = advance(model, self.state, [tokens])
         bar.update(high - low)
         return output, lambda _: None
 
     def _sweep_chunk(self, index: int, model: Any) -> tuple[Tensor, Any]:
         """Recompute a chunk from the state before it; its loss is <state of the chunk, its adjoint>."""
         assert self.state is not None
-        low, high = self.spans()[index]
-        again = self.state.before(index)
-        output = advance(model, again, [self.prefix_ids[low:high]])
+        kept = None if self._kept is None else self._kept.take(index)
+        if kept is not None:
+            output, again = kept
+        else:
+            low, high = self.spans()[index]
+            again = self.state.before(index)
+            output = advance(model, again, [self.prefix_ids[low:high]])
         if self.run.core(model).post_process:
             # The last layer's output feeds nothing: only keys and values carry the prefix's gradient.
             output = output.new_zeros(())

@@ -4,9 +4,9 @@
                                                         ├ capture, replay, sweep of a short prompt ─ peak graphs
     layout of the prompt's chunks ──────────────────────┴ resident state and adjoint of the whole prompt
 
-A graph does not depend on what is resident, so a prompt of a few chunks gives the peaks of a long one; what is resident
-follows from how its tokens lie. Only a conventional pass, whose graph is the whole sequence, is run at full length; it is
-one pass, whatever the length.
+A graph does not depend on what is resident, so a prompt of a few chunks gives the peaks of a long one; what
+is resident follows from how its tokens lie. Only a conventional pass, whose graph is the whole sequence, is
+run at full length; it is one pass, whatever the length.
 """
 
 from __future__ import annotations
@@ -251,5 +251,5 @@ def open_plan_of_stage(config: Config, arch: Architecture, world_size: int, stag
 
 
 def stages_that_differ(pp: int) -> Sequence[int]:
-    """Pipeline stages whose bytes can differ by kind: the first (embedding, most graphs), the second, the last (head)."""
+    """Pipeline stages of each kind: the first (embedding, most graphs), the second, the last (head)."""
     return sorted({0, min(1, pp - 1), pp - 1})

@@ -15,9 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.plan import Plan, RankBytes, Work, open_plan_of_stage, stages_that_differ
+from megatron_lrl.lifetimes.ledger import Ledger
+from megatron_lrl.lifetimes.plan import (
+    Plan,
+    RankBytes,
+    Work,
+    open_plan,
+    open_plan_of_stage,
+    stages_that_differ,
+)
 from megatron_lrl.lifetimes.plan_cost import break_even_group, window_cost
-from megatron_lrl.lifetimes.run import read_model_architecture
+from megatron_lrl.lifetimes.plan_world import beside
+from megatron_lrl.lifetimes.run import Run, read_model_architecture
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.runtime import Layout, check_world
@@ -67,7 +76,8 @@ def plan(
         budget: GiB of one rank's device.
         teraflops: 10^12 operations a second that one rank achieves, to turn operations into seconds.
 
-    Raises `UserError` for a layout that does not fit the model or the world, and for lengths beyond the model's positions.
+    Raises `UserError` for a layout that does not fit the model or the world, and for lengths beyond the
+    model's positions.
     """
     arch = read_model_architecture(config)
     parallel = config.parallel
@@ -78,9 +88,7 @@ def plan(
     request = Request(
         world, _work(config, arch, prompt, response), None if budget is None else int(budget * GIB), teraflops
     )
-    stages = [
-        _plan_stage(config, arch, request, stage) for stage in stages_that_differ(layout.pp)
-    ]
+    stages = [_plan_stage(config, arch, request, stage) for stage in stages_that_differ(layout.pp)]
     if out is not None:
         _write(Path(out), request, stages)
     return _text(config, arch, request, stages)
@@ -205,6 +213,33 @@ def bytes_lines(columns: Sequence[RankBytes]) -> list[str]:
     ]
 
 
+def plan_of_run(run: Run, longest_prompt: int) -> RankBytes:
+    """What this rank of an open run will take at its peak: the longest prompt, every response of the longest length."""
+    config = run.config
+    work = Work(
+        longest_prompt, config.rollout.max_new_tokens, config.rollout.group_size, config.replay.concurrent
+    )
+    with open_plan(config, beside(run.runtime), run.arch) as plan:
+        return plan.bytes_of(work)
+
+
+def against_measured(planned: RankBytes, ledger: Ledger) -> str:
+    """A table of planned and measured GiB by lifetime; the run's parts as they are now, the others at their peak."""
+    measured = {**ledger.parts, "run": ledger.run, **ledger.peak}
+    rows = {
+        "run": planned.run, "parameters": planned.parameters, "gradients": planned.gradients,
+        "optimizer": planned.optimizer, "reference": planned.reference,
+        "window": planned.window, "group": planned.groups, "replay": planned.replay,
+    }  # fmt: skip
+    parts = set(ledger.parts)
+    lines = [f"GiB of rank 0{'':<17}{'planned':>14}{'measured':>14}"]
+    for name, value in rows.items():
+        if value or measured.get(name):
+            label = f"  {name}" if name in parts else name
+            lines.append(_row(label, [value, measured.get(name, 0)]))
+    return "\n".join(lines)
+
+
 def _row(name: str, values: Sequence[int]) -> str:
     return f"  {name:<28}" + "".join(f"{value / GIB:>14.3f}" for value in values)
 
@@ -224,18 +259,18 @@ def _break_even(config: Config, arch: Architecture, request: Request, stages: Se
     ]
     for prompt in stages[0].prompts:
         for response in responses:
-            ours = window_cost(arch, contract, prompt, response, truncate)
-            theirs = window_cost(arch, "conventional", prompt, response)
-            a, b = ours.total(work.group) / scale, theirs.total(work.group) / scale
-            start = break_even_group(ours, theirs)
+            mine = window_cost(arch, contract, prompt, response, truncate)
+            full = window_cost(arch, "conventional", prompt, response)
+            a, b = mine.total(work.group) / scale, full.total(work.group) / scale
+            start = break_even_group(mine, full)
             lines.append(
                 f"  {prompt:>8} {response:>7} {a:>22.4g} {b:>14.4g} {b / a:>7.2f} {start if start else 'never':>15}"
             )
     lines += ["", "GiB of a window above the run, worst rank (recorded responses)",
               f"  {'P':>8} {contract:>14} {'conventional':>14} {'ratio':>7}"]  # fmt: skip
     for prompt in stages[0].prompts:
-        mine, theirs = (max(s.prompts[prompt][i] for s in stages) for i in (0, 1))
-        lines.append(f"  {prompt:>8} {mine / GIB:>14.3f} {theirs / GIB:>14.3f} {theirs / mine:>7.2f}")
+        ours, theirs = (max(s.prompts[prompt][i] for s in stages) for i in (0, 1))
+        lines.append(f"  {prompt:>8} {ours / GIB:>14.3f} {theirs / GIB:>14.3f} {theirs / ours:>7.2f}")
     return lines
 
 

@@ -94,8 +94,8 @@ class _OnMeta(TorchDispatchMode):
 def rehearsal(in_flight: int = 1) -> Iterator[None]:
     """Everything built and run in the block is planned: shapes, dtypes and graphs are real, values do not exist.
 
-    ``in_flight``: graphs that this pipeline stage holds at once (1F1B). Passes through `run_schedule` return no data, and
-    no backward runs: nothing that a plan counts comes to life in one.
+    ``in_flight``: graphs that this pipeline stage holds at once (1F1B). Passes through `run_schedule` return no
+    data, and no backward runs: nothing that a plan counts comes to life in one.
     """
     plain_type: Callable[..., Any] = torch.Tensor.type
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_lrl.attention.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.contributions import BranchKey
+from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.schedule import from_last_stage, run_schedule, sum_over_cp
@@ -46,7 +47,7 @@ class NonFiniteLoss(FloatingPointError):
 class Replay:
     """Passes of responses over one prompt group."""
 
-    def __init__(self, group: PromptGroup) -> None:
+    def __init__(self, group: PromptGroup | Documents) -> None:
         self.group, self.run = group, group.run
         self.nonfinite: list[str] = []  # losses that were NaN or infinite, with their branches (last stage only)
 
@@ -105,11 +106,10 @@ class _Pass:
     """A micro-batch of responses: what is fed, what is scored, what its loss is."""
 
     def __init__(self, replay: Replay, batch: Sequence[Branch], loss: TokenLoss | None) -> None:
-        group = replay.group
-        prompt = group.prompt_ids if group.conventional else group.prompt_ids[-1:]
         self.batch, self.loss, self.nonfinite = batch, loss, replay.nonfinite
-        self.tokens = [(*prompt, *branch.ids[:-1]) for branch in batch]
-        self.targets = Targets([len(group.prompt_ids) - 1] * len(batch), [branch.ids for branch in batch])
+        tokens, first, ids = replay.group.feed([branch.ids for branch in batch])
+        self.tokens: Sequence[Sequence[int]] = tokens
+        self.targets = Targets(first, ids)
 
     def finish(self, values_2S: Tensor, index_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metric sums of scored tokens."""
@@ -190,8 +190,8 @@ class _Flight:
         for one in self.passes:
             state = group.fork(len(one.batch), log)
             self.states.append(state)
-            # A whole graph through all rounds is the conventional contract, where stages need no exchange.
-            whole = group.conventional and log and self.run.runtime.layout.pp == 1
+            # One graph through all rounds, where asked for and where stages need no exchange between them.
+            whole = group.whole_graph and log and self.run.runtime.layout.pp == 1
             self.feeds.append([one.tokens] if whole else split_rounds(state, one.tokens))
 
     def _settle(self, members: Sequence[int]) -> None:

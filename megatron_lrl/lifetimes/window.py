@@ -18,6 +18,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
 from megatron_lrl.lifetimes.contributions import BranchKey, Contributions
+from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, Replay, TokenLoss
 
@@ -87,7 +88,7 @@ class UpdateWindow:
         self.phase = WindowPhase.FIXED
 
     def replay(
-        self, group: PromptGroup, batches: Sequence[Sequence[Branch]], losses: Sequence[TokenLoss]
+        self, group: PromptGroup | Documents, batches: Sequence[Sequence[Branch]], losses: Sequence[TokenLoss]
     ) -> list[dict[str, Tensor]]:
         """Add the gradient of a group's branches, count them, and sweep the prefix. Returns metric sums.
 

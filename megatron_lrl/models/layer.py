@@ -1,7 +1,7 @@
 """The transformer layer, with a short form for passes that only grow the state.
 
-Capture and sweep have no head: of the last layer nothing is read later but its keys and values, so its attention, output
-projection and MLP, and the final norm, are not computed.
+Capture and sweep have no head: of the last layer nothing is read later but its keys and values, so its
+attention, output projection and MLP, and the final norm, are not computed.
 
 Legend: m slots of this rank (/ tp under sequence parallelism for hidden states), h KV heads, d head dim.
 """

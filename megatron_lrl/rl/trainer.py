@@ -30,6 +30,7 @@ from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, nonf
 from megatron_lrl.rl.data import prompts_at
 from megatron_lrl.rl.journal import Journal, Recorded
 from megatron_lrl.rl.loss import summarise
+from megatron_lrl.rl.omitted import exact_gradient, measures_omitted, omitted_metrics
 from megatron_lrl.rl.rewards import Reward
 from megatron_lrl.rl.rollout import Rollout, Sampler
 from megatron_lrl.rl.stopwatch import Stopwatch
@@ -50,6 +51,7 @@ class _Attempt:
     recorded: Recorded
     sums: dict[str, torch.Tensor]
     drifts: list[Drift]
+    omitted: dict[str, float]  # what the contract leaves out, where this update measured it
     fault: str | None  # what is not finite
 
 
@@ -103,6 +105,7 @@ class Trainer:
         metrics = {
             **_metrics(done.plan, done.sums, result, watch),
             **_staleness(done.drifts),
+            **done.omitted,
             "rollout/entropy": done.recorded.entropy,
             "update/skipped": float(done.fault is not None),
             "window/restarts": float(self.retry.restarts),
@@ -127,17 +130,19 @@ class Trainer:
                 captured = {g.id: self.stale.lease(window, g.id, g.prompt_ids, quiet=False) for g in plan.local}
             with watch.phase("score"):
                 drifts = self._drifts(window, plan, captured)
+            exact = exact_gradient(run, plan, watch) if measures_omitted(run.config, number) else None
             sums = accumulate(window, plan, captured=captured, reference=run.reference, watch=watch)
         with watch.phase("reduce"):
             try:
                 window.reduce()
             except NonFiniteLoss as error:  # on all ranks alike
-                return _Attempt(plan, recorded, sums, drifts, str(error))
+                return _Attempt(plan, recorded, sums, drifts, {}, str(error))
+            omitted = {} if exact is None else omitted_metrics(run, exact)
             finite = window.gradient_finite()
         fault = None
         if not finite:
             fault = f"the gradient is not finite: {nonfinite_branches(window, plan, run.reference)}"
-        return _Attempt(plan, recorded, sums, drifts, fault)
+        return _Attempt(plan, recorded, sums, drifts, omitted, fault)
 
     def _drifts(self, window: UpdateWindow, plan: WindowPlan, captured: dict[str, PromptGroup]) -> list[Drift]:
         """How stale each replica's oldest leased prefix is, measured on its first response; of all replicas."""

@@ -21,12 +21,15 @@ from megatron_lrl.config import check_train, differing_settings
 from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.retry_connections import Connections
+from megatron_lrl.lifetimes.plan_report import against_measured, plan_of_run
 from megatron_lrl.lifetimes.run import open_run, read_model_architecture
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, score_group
 from megatron_lrl.rl.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
 from megatron_lrl.rl.journal import Journal
 from megatron_lrl.rl.output import check_output, claim_output, require_writable
+from megatron_lrl.rl.lm import LmTrainer
+from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rl.rollout import Rollout
 from megatron_lrl.rl.text import Text, hf_folder
@@ -77,22 +80,28 @@ def _interruptible() -> Iterator[_Interrupt]:
             signal.signal(number, handler)
 
 
+def _material(config: Config) -> Corpus | tuple[list[Prompt], Reward, Text]:
+    """What a run trains on, read and checked against the model."""
+    check_train(config)
+    arch = read_model_architecture(config)
+    text = Text(hf_folder(config))
+    if config.train.objective == "lm":
+        return load_corpus(
+            config.lm, text.tokenizer, arch.vocab_size, arch.max_positions, config.train.seed, config.data.shuffle
+        )
+    assert config.data.prompts is not None
+    prompts = load_prompts(config, arch, text, config.data.prompts)
+    reward = load_reward(config.data.reward, config.data.reward_args)
+    if unrewarded := _unrewarded(reward, prompts):
+        raise next(iter(unrewarded.values()))
+    return prompts, reward, text
+
+
 def train(config: Config, runtime: Runtime) -> None:
     """Run the configured updates, resuming from the newest checkpoint of the output folder and its journal."""
     connections = Connections.of(runtime)  # while there are none but the process groups'
 
-    def prepare() -> tuple[Architecture, Text, list[Prompt], Reward]:
-        check_train(config)
-        arch = read_model_architecture(config)
-        text = Text(hf_folder(config))
-        assert config.data.prompts is not None
-        prompts = load_prompts(config, arch, text, config.data.prompts)
-        reward = load_reward(config.data.reward, config.data.reward_args)
-        if unrewarded := _unrewarded(reward, prompts):
-            raise next(iter(unrewarded.values()))
-        return arch, text, prompts, reward
-
-    _, text, prompts, reward = runtime.together(prepare)
+    material = runtime.together(_material, config)
     assert config.train.output is not None
     output = Path(config.train.output)
     runtime.together(check_output, output, config, runtime.is_main)
@@ -106,16 +115,29 @@ def train(config: Config, runtime: Runtime) -> None:
         runtime.together(claim_output, output, config, runtime.is_main)
         journal = Journal(output, config)
         retry = Retry(run, config.train.window_attempts, connections, lambda: interrupt.asked)
-        trainer = Trainer(run, prompts, reward, text, journal, retry)
+        trainer: Trainer | LmTrainer
+        if isinstance(material, Corpus):
+            trainer = LmTrainer(run, material, retry)
+        else:
+            prompts, reward, text = material
+            trainer = Trainer(run, prompts, reward, text, journal, retry)
         show = runtime.together(
             Tracker, output, runtime.is_main, first_update=first, updates=config.train.updates
         )
         with show as tracker, closing(trainer):
             if newest is not None:
                 tracker.note(f"resumed {newest} at update {first}")
+            planned = None
+            if runtime.is_main and not isinstance(material, Corpus):
+                planned = plan_of_run(run, max(len(prompt.prompt_ids) for prompt in prompts))
+                tracker.note(against_measured(planned, run.ledger))
             saved = first if newest is not None else None
             for number in range(first, config.train.updates):
                 metrics, samples = trainer.update(number)
+                if planned is not None:
+                    metrics |= {f"bytes_planned/{name}": float(n) for name, n in planned.lifetimes().items()}
+                    if number == first:
+                        tracker.note(f"after update {number + 1}\n{against_measured(planned, run.ledger)}")
                 runtime.together(tracker.log, number, metrics, samples)
                 done = number + 1
                 # One rank's signal stops all, at the same update.

@@ -58,10 +58,14 @@ class Page:
         self.k_bhtd, self.v_bhtd = (x.index_select(0, index) for x in (self.k_bhtd, self.v_bhtd))
         self.branch, self.branches = branch, len(rows)
 
-    def enable_adjoint(self, dtype: torch.dtype, constant: int = 0) -> int:
-        """Allocate gradient buffers for all tokens but the first ``constant``. Returns the bytes allocated."""
+    def enable_adjoint(self, dtype: torch.dtype, constant: int = 0, spare: bool = False) -> int:
+        """Allocate gradient buffers for all tokens but the first ``constant``. Returns the bytes allocated.
+
+        ``spare``: also for the tokens that there is room for.
+        """
         self.constant = constant
-        k, v = self.k_bhtd[:, :, constant : self.length], self.v_bhtd[:, :, constant : self.length]
+        stop = self.k_bhtd.shape[2] if spare else self.length
+        k, v = self.k_bhtd[:, :, constant:stop], self.v_bhtd[:, :, constant:stop]
         self.adjoint = Adjoint(
             torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
         )

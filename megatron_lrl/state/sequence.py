@@ -147,16 +147,17 @@ class SequenceState:
             layer.keep(branches)
         self.counts = [self.counts[branch] for branch in branches]
 
-    def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0) -> int:
+    def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0, spare: bool = False) -> int:
         """Give every page this state owns a gradient buffer, for tokens at positions >= ``live_from``.
 
-        ``live_from`` must be where an advance of this (logged) state began, or its end. Returns the bytes allocated.
+        ``live_from`` must be where an advance of this (logged) state began, or its end. ``spare``: the state is still to
+        grow within its pages. Returns the bytes allocated.
         """
         total = 0
         first = next((i for i, counts in enumerate(self._counts_before) if counts[0] >= live_from), None)
         for _, layer in self.layers():
             for page in layer.own:
-                total += page.enable_adjoint(dtype, _constant_tokens(layer, page, first))
+                total += page.enable_adjoint(dtype, _constant_tokens(layer, page, first), spare)
         return total
 
     def tensors(self) -> Iterator[Tensor]:

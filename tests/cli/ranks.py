@@ -2,53 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from harness.verbs import verb
 from harness.worlds import World
-from torch.distributed import TCPStore
+from torch.distributed import FileStore, TCPStore
 
 
-@contextlib.contextmanager
-def rendezvous(world: World) -> Iterator[Callable[[], None]]:
-    """Stores that outlive a command, as torchrun's agent keeps one; calling the result goes on to a fresh store."""
-    rank = int(os.environ["RANK"])
-    base = TCPStore(
-        "127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False
-    )
-    stores: list[TCPStore] = []
-    turns = itertools.count()
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+class Rendezvous:
+    """A fresh store for every command, held by rank 0 as torchrun's agent holds one.
 
-    def following() -> None:
-        turn = f"port-{next(turns)}"
-        if rank == 0:
-            stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-            base.set(turn, str(stores[-1].port))
-        os.environ["MASTER_PORT"] = base.get(turn).decode()
+    Ports are told through a file: the program may cut every connection of the process when it recovers.
+    """
 
-    yield following
-    base.set(f"left-{rank}", "")
-    if rank == 0:
-        base.wait([f"left-{other}" for other in range(world.size)])
+    def __init__(self, world: World, meeting: str) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), world.size
+        self.board = FileStore(meeting, world.size)
+        self.stores: list[TCPStore] = []
+        self.turns = itertools.count()
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+    def following(self) -> None:
+        """Points the next command to its store."""
+        turn = f"port-{next(self.turns)}"
+        if self.rank == 0:
+            self.stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            self.board.set(turn, str(self.stores[-1].port))
+        os.environ["MASTER_PORT"] = self.board.get(turn).decode()
+
+    def leave(self) -> None:
+        """Rank 0 leaves last: the others still use its stores."""
+        self.board.set(f"left-{self.rank}", "yes")
+        if self.rank == 0:
+            self.board.wait([f"left-{other}" for other in range(self.size)])
 
 
-def commands(world: World, cases: list[list[str]]) -> list[tuple[int, str, str, float, float]]:
+def commands(world: World, cases: list[list[str]], meeting: str) -> list[tuple[int, str, str, float, float]]:
     """Exit code, stdout, stderr, seconds and processor seconds of each command line on this rank."""
     outcomes = []
-    with rendezvous(world) as following:
-        for arguments in cases:
-            following()
-            start, busy = time.monotonic(), time.process_time()
-            outcome = verb(world, arguments)
-            outcomes.append((*outcome, time.monotonic() - start, time.process_time() - busy))
+    rendezvous = Rendezvous(world, meeting)
+    for arguments in cases:
+        rendezvous.following()
+        start, busy = time.monotonic(), time.process_time()
+        outcome = verb(world, arguments)
+        outcomes.append((*outcome, time.monotonic() - start, time.process_time() - busy))
+    rendezvous.leave()
     return outcomes
 
 

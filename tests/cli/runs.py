@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,19 @@ class Runs:
         ]
 
 
+def outcomes_of(
+    world: World, cases: Sequence[Sequence[str]], timeout_s: float = 580.0
+) -> list[list[tuple[int, str, str, float, float]]]:
+    """By rank and command line: exit code, stdout, stderr, seconds, processor seconds."""
+    words = [list(case) for case in cases]
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"{folder}/meeting"
+        return run_world(world, "cli.ranks:commands", timeout_s=timeout_s, cases=words, meeting=meeting)
+
+
 def run(*cases: Sequence[str], world: World = ONE, timeout_s: float = 580.0) -> list[str]:
     """Runs command lines in one world; all must succeed. Returns what rank 0 printed on stderr."""
-    ranks = run_world(world, "cli.ranks:commands", timeout_s=timeout_s, cases=[list(case) for case in cases])
+    ranks = outcomes_of(world, cases, timeout_s)
     for case, *outcomes in zip(cases, *ranks, strict=True):
         codes = [outcome[0] for outcome in outcomes]
         assert codes == [0] * world.size, f"{' '.join(case)}: {codes}\n{outcomes}"

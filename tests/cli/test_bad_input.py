@@ -21,11 +21,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import ONE, World, run_world
+from harness import ONE, World
 from harness.spawn import TESTS
 from oracle.tiny_models import make_hf_dir
 from oracle.trajectories import window, write_jsonl
 from safetensors.torch import load_file, save_file
+
+from cli.runs import outcomes_of
 
 # One refusal takes well below a second; the bars leave room for a machine that runs much else.
 PROCESSOR_SECONDS, SECONDS = 10.0, 100.0
@@ -308,7 +310,7 @@ def require_refused(world: World, place: Place, cases: list[Case]) -> float:
     """Runs the cases in one world; all faults at once in the failure. Returns the slowest case's
     processor seconds."""
     before = snapshot(place.root)
-    ranks = run_world(world, "cli.ranks:commands", cases=[case.arguments for case in cases])
+    ranks = outcomes_of(world, [case.arguments for case in cases])
     faults = []
     for case, outcomes in zip(cases, zip(*ranks, strict=True), strict=True):
         told = " ".join(case.arguments).replace(str(place.root), "")
@@ -371,9 +373,7 @@ def test_checkpoint_of_another_model(tmp_path: Path) -> None:
     """A run that would resume from weights of another model, and a checkpoint whose config.json was changed."""
     place = Place(tmp_path)
     imported, run = tmp_path / "imported", tmp_path / "run"
-    [done] = run_world(
-        ONE, "cli.ranks:commands", cases=[["import", str(place.model), str(imported)], place.train()]
-    )  # fmt: skip
+    [done] = outcomes_of(ONE, [["import", str(place.model), str(imported)], place.train()])
     assert [outcome[0] for outcome in done] == [0, 0], done
     config = imported / "hf" / "config.json"
     config.write_text(config.read_text().replace('"intermediate_size": 16', '"intermediate_size": 24'))
@@ -393,9 +393,7 @@ def test_checkpoint_that_is_damaged(tmp_path: Path) -> None:
     """A shard of a Megatron checkpoint that is missing or cut off."""
     place = Place(tmp_path)
     folders = [tmp_path / name for name in ("missing", "cut")]
-    done = run_world(
-        ONE, "cli.ranks:commands", cases=[["import", str(place.model), str(folder)] for folder in folders]
-    )  # fmt: skip
+    done = outcomes_of(ONE, [["import", str(place.model), str(folder)] for folder in folders])
     assert all(outcome[0] == 0 for outcome in done[0]), done
     next(folders[0].glob("*.distcp")).unlink()
     shard = next(folders[1].glob("*.distcp"))
@@ -426,7 +424,7 @@ def test_reward_that_is_no_number(world: World, tmp_path: Path) -> None:
         (place.generate(*on_second, *layout), ("nan_on", "'p1", "finite")),
     ]
     cases = [arguments for arguments, _ in refused]
-    ranks = run_world(world, "cli.ranks:commands", cases=[*cases, place.train(*two, *layout)])
+    ranks = outcomes_of(world, [*cases, place.train(*two, *layout)])
     for (_, named), *outcomes in zip(refused, *ranks, strict=False):
         assert [outcome[0] for outcome in outcomes] == [2] * world.size, outcomes
         error = outcomes[0][2]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from harness import ONE, World, run_world
 
-from cli.runs import Runs, relative_l2, require_continuous, require_equal_weights, run
+from cli.runs import Runs, outcomes_of, relative_l2, require_continuous, require_equal_weights, run
 
 SCHEDULE = ("optimizer.warmup_updates=2", "optimizer.decay=linear")
 
@@ -112,7 +112,7 @@ def test_overwrite_replaces_the_run_and_nothing_else(runs: Runs) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "checkpoints" / "update-000009.damaged").mkdir()
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    [[refused]] = run_world(ONE, "cli.ranks:commands", cases=[runs.train("again", "optimizer.lr=1e-3")])
+    [[refused]] = outcomes_of(ONE, [runs.train("again", "optimizer.lr=1e-3")])
     assert refused[0] == 2 and "optimizer.lr" in refused[2]
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     [said] = run(

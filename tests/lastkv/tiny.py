@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lrl.config import load_config
 from megatron_lrl.lifetimes.run import Run, open_run
+from megatron_lrl.rl import types
 from megatron_lrl.runtime import Runtime
 
 VOCAB, LAYERS, KV_HEADS = 131, 4, 2  # of `tiny_models.CASES`
@@ -45,7 +46,9 @@ def around_boundaries(chunk: int, seed: int = 3) -> list[Group]:
     for prompt in (chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1, 2 * chunk + chunk // 2):
         if prompt < 1:
             continue
-        boundary = (prompt // chunk + 1) * chunk - prompt + 1  # a response this long feeds the chunk's last token
+        boundary = (
+            (prompt // chunk + 1) * chunk - prompt + 1
+        )  # a response this long feeds the chunk's last token
         lengths = {max(1, boundary - 1), boundary, boundary + 1, 1, boundary + 2 * chunk}
         shape.append((prompt, sorted(lengths, reverse=len(shape) % 2 == 0)))
     return window(seed, shape=shape)
@@ -54,7 +57,12 @@ def around_boundaries(chunk: int, seed: int = 3) -> list[Group]:
 @contextmanager
 def lastkv_run(runtime: Runtime, hf: Path, *overrides: str, gradients: bool = False) -> Iterator[Run]:
     """A run over a LastKV directory, in float64 with poisoned frees unless overridden."""
-    settings = [f'model.hf="{hf}"', "model.attention=lastkv", "model.dtype=float64", "replay.check_poison=true"]
+    settings = [
+        f'model.hf="{hf}"',
+        "model.attention=lastkv",
+        "model.dtype=float64",
+        "replay.check_poison=true",
+    ]
     with open_run(load_config(os.devnull, [*settings, *overrides]), runtime, gradients=gradients) as run:
         yield run
 
@@ -73,3 +81,23 @@ def token_ids(count: int, seed: int) -> tuple[int, ...]:
 def cut(ids: Sequence[int], size: int) -> list[Sequence[int]]:
     """Consecutive parts of at most `size` ids."""
     return [ids[i : i + size] for i in range(0, len(ids), size)]
+
+
+def records_of(groups: Sequence[Group]) -> list[types.Group]:
+    """A window of the oracle as the program's own records."""
+    return [
+        types.Group(
+            group["id"],
+            tuple(group["prompt_ids"]),
+            tuple(
+                types.Response(
+                    tuple(r["ids"]),
+                    r["reward"],
+                    tuple(r["logprobs"]) if "logprobs" in r else None,
+                    r["advantage"],
+                )
+                for r in group["responses"]
+            ),
+        )
+        for group in groups
+    ]

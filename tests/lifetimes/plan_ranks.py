@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.worlds import World
+
 from lifetimes.tiny import branches, ids, mean_loss
 from megatron_lrl.config import load_config
 from megatron_lrl.lifetimes.plan import Work, open_plan
@@ -18,7 +19,7 @@ from megatron_lrl.runtime import Layout, runtime_scope
 def measured(world: World, settings: Sequence[str], contracts: Sequence[str], work: Sequence[int]) -> dict[str, Any]:
     """Bytes of this rank after one update under each contract, and what a plan beside the run says."""
     shape = Work(*work)
-    config = load_config("/dev/null", [*settings, *world.overrides, f"parallel.sequence_parallel={str(world.tp > 1).lower()}"])
+    config = load_config("/dev/null", [*settings, *world.overrides])
     found: dict[str, Any] = {}
     with runtime_scope(Layout(world.tp, world.cp, world.pp)) as runtime:
         with open_run(config, runtime, optimizer=True) as run:

@@ -1,10 +1,11 @@
-"""Claim: what a plan says before launch is what a run then takes: parameters, gradient buffers, optimizer state, resident
-state and adjoint to the byte, graphs within 10% (usually to the byte); a plan needs neither weights nor peers, works for
-models of any size, and leaves nothing behind in the process.
+"""Claim: what a plan says before launch is what a run then takes: parameters, gradient buffers, optimizer
+state, resident state and adjoint to the byte, graphs within 10% (usually to the byte); a plan needs neither
+weights nor peers, works for models of any size, and leaves nothing behind in the process.
 
-Why the tests show it: a window is run and measured on every rank of five worlds under each contract and compared with the
-plan of each rank's pipeline stage, made in another process that only has config.json; bytes of an 8B and a 32B model are
-compared with counts by hand; what a rehearsal replaces is compared before and after.
+Why the tests show it: a window is run and measured on every rank of five worlds under each contract and
+compared with the plan of each rank's pipeline stage, made in another process that only has config.json;
+bytes of an 8B and a 32B model are compared with counts by hand; what a rehearsal replaces is compared
+before and after.
 
 Not shown: the allocator's own peak on a device, temporaries inside a layer.
 """

@@ -61,7 +61,9 @@ class LastKVModel(PlainModel):
         self.layers: int = self.config["num_hidden_layers"]
         self.eps: float = self.config["rms_norm_eps"]
 
-    def project(self, x_SH: torch.Tensor, layer: int, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, x_SH: torch.Tensor, layer: int, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [S, N, D], keys and values [S, G, D] of tokens from position `start`, after QK-norm and RoPE."""
         w, at = self.weights, f"model.layers.{layer}."
         h_SH = rms_norm(x_SH, w[at + "input_layernorm.weight"], self.eps)
@@ -121,14 +123,18 @@ class TokenByToken(LastKVModel):
                             seen.append((1 - alpha) * own[layer][j] + alpha * own[last][j])
                         else:
                             seen.append(own[last][j])
-                x_1H = self.close_layer(x_1H, attend_one(q_1ND, torch.stack(keys), torch.stack(values)), layer)
+                x_1H = self.close_layer(
+                    x_1H, attend_one(q_1ND, torch.stack(keys), torch.stack(values)), layer
+                )
             logits.append(self.logits(x_1H))
         return torch.cat(logits)
 
     def score(self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
         """Log-probabilities [R] of a response."""
         logits_RV = self.forward_all([*prompt, *response[:-1]])[-len(response) :]
-        return torch.log_softmax(logits_RV / temperature, -1)[torch.arange(len(response)), torch.tensor(response)]
+        return torch.log_softmax(logits_RV / temperature, -1)[
+            torch.arange(len(response)), torch.tensor(response)
+        ]
 
 
 def attend_one(q_1ND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
@@ -147,7 +153,9 @@ class ChunkParallel(LastKVModel):
     def forward_chunks(self, ids: Sequence[int], constant: int = 0) -> torch.Tensor:
         """Logits [T, V]. What tokens at positions < `constant` left for others to read (keys and values, own and
         last) is held constant; α stays live."""
-        done: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # per completed chunk, per layer: k, v [S, G, D]
+        done: list[
+            list[tuple[torch.Tensor, torch.Tensor]]
+        ] = []  # per completed chunk, per layer: k, v [S, G, D]
         logits = []
         for start in range(0, len(ids), self.chunk):
             part = ids[start : start + self.chunk]
@@ -177,7 +185,9 @@ class ChunkParallel(LastKVModel):
     ) -> torch.Tensor:
         """Log-probabilities [R] of the response, with their graph."""
         logits_RV = self.forward_chunks([*prompt, *response[:-1]], constant)[-len(response) :]
-        return torch.log_softmax(logits_RV / temperature, -1)[torch.arange(len(response)), torch.tensor(response)]
+        return torch.log_softmax(logits_RV / temperature, -1)[
+            torch.arange(len(response)), torch.tensor(response)
+        ]
 
 
 def hold(x_SGD: torch.Tensor, tokens: int) -> torch.Tensor:

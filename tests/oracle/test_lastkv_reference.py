@@ -62,13 +62,21 @@ def test_gradients_are_those_of_finite_differences(session_dir: Path) -> None:
     hf = write_case(session_dir / "hf", "qwen3")
     groups = window(3, shape=((7, (6, 2)),))
     gradient = lastkv_reference.grad(hf, GATES, groups, "exact", 3)
-    names = [lastkv_reference.gate_name(0), "model.layers.2.self_attn.k_norm.weight", "model.layers.3.self_attn.v_proj.weight"]
+    names = [
+        lastkv_reference.gate_name(0),
+        "model.layers.2.self_attn.k_norm.weight",
+        "model.layers.3.self_attn.v_proj.weight",
+    ]
 
     def loss(shift: float, name: str) -> float:
         model = TokenByToken(hf, GATES, 3)
         model.weights[name] = model.weights[name].detach() + shift * torch.ones_like(model.weights[name])
         weight = 1 / sum(len(r["ids"]) for g in groups for r in g["responses"])
-        parts = [-r["advantage"] * weight * model.score(g["prompt_ids"], r["ids"]).sum() for g in groups for r in g["responses"]]
+        parts = [
+            -r["advantage"] * weight * model.score(g["prompt_ids"], r["ids"]).sum()
+            for g in groups
+            for r in g["responses"]
+        ]
         return float(sum(parts))
 
     for name in names:

@@ -1,12 +1,13 @@
-"""Claim: a pass without a head leaves the same state, bit by bit, as one with a head, and does not run the last layer's
-attention, output projection and MLP nor the final norm; the sweep of the prefix runs as short and gives the same
-gradient.
+"""Claim: a pass without a head leaves the same state, bit by bit, as one with a head, and does not run the
+last layer's attention, output projection and MLP nor the final norm; the sweep of the prefix runs as short
+and gives the same gradient.
 
-Why the tests show it: the same tokens are fed to one model both ways, in one and in several pieces, and every page is
-compared bit by bit; calls of each module are counted with forward hooks; the exact gradient is computed with the short
-form and with the short form switched off.
+Why the tests show it: the same tokens are fed to one model both ways, in one and in several pieces, and
+every page is compared bit by bit; calls of each module are counted with forward hooks; the exact gradient
+is computed with the short form and with the short form switched off.
 
-Not shown: several ranks (tests/worlds hold the gradients of the short form against transformers in all layouts).
+Not shown: several ranks (tests/worlds hold the gradients of the short form against transformers in all
+layouts).
 """
 
 from __future__ import annotations

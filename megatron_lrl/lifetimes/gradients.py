@@ -1,5 +1,8 @@
 """Comparing accumulated gradients where they lie, sharded, without gathering them.
 
+Works on the reduced buffers of a window, whether every rank holds the whole gradient of its parameters
+(`grad`, `check`) or only its shard (`train` with a distributed optimizer).
+
 Legend: a is the gradient under test, b the one it is compared with.
 """
 
@@ -54,15 +57,19 @@ def compare_gradients(
     sums = torch.zeros(len(kinds), 4, dtype=torch.float64)  # a.b, a.a, b.b, (a-b).(a-b)
     largest = torch.zeros(len(kinds), dtype=torch.float64)
     for name, gradient in _owned(model):
-        a, b = gradient.double().flatten(), reference[name].double().flatten()
+        a, b = gradient.double(), reference[name].double()
         difference = a - b
         part = torch.stack([a @ b, a @ a, b @ b, difference @ difference]).cpu()
         for row in (0, kinds.index(kind_of(name))):
             sums[row] += part
-            largest[row] = torch.maximum(largest[row], difference.abs().max().cpu())
+            if difference.numel():
+                largest[row] = torch.maximum(largest[row], difference.abs().max().cpu())
     sums, largest = sums.to(runtime.device), largest.to(runtime.device)
-    # Replicas hold equal reduced gradients: only the shards of one replica add up.
-    for group in (runtime.groups.tp, runtime.groups.pp):
+    # Replicas hold equal reduced gradients, of which only the shards of one replica add up, or else one shard each.
+    groups = [runtime.groups.tp, runtime.groups.pp]
+    if model.ddp_config.use_distributed_optimizer:
+        groups.append(runtime.groups.dp_cp)
+    for group in groups:
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     result = {}
@@ -79,6 +86,26 @@ def kind_of(name: str) -> str:
 
 
 def _owned(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The reduced gradients that this rank alone holds within its replica, flat.
+
+    Under the distributed optimizer each rank has reduced only its shard of every bucket.
+    """
+    shards = _shards(model) if model.ddp_config.use_distributed_optimizer else None
     for name, parameter in model.module.named_parameters():
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-            yield name, parameter.main_grad
+            gradient = parameter.main_grad.flatten()
+            yield name, gradient if shards is None else gradient[shards[parameter]]
+
+
+def _shards(model: Any) -> dict[Any, slice]:
+    """Which elements of each flattened gradient lie in this rank's shard of its bucket."""
+    shards = {}
+    for buffer in model.buffers:
+        rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+        for parameter, (start, end, number) in buffer.param_index_map.items():
+            bucket = buffer.buckets[number]
+            share = bucket.grad_data.numel() // size
+            low = bucket.offset + rank * share
+            first = min(max(low - start, 0), end - start)
+            shards[parameter] = slice(first, max(first, min(low + share, end) - start))
+    return shards
