@@ -221,9 +221,13 @@ class LmTable(Table):
         "dataset (PREFIX.bin and PREFIX.idx, token ids of this model)",
         min_length=1,
     )
-    text_key: str = _key("text", "key of a document's text in a .jsonl line; token ids stand under \"ids\"", min_length=1)
+    text_key: str = _key(
+        "text", 'key of a document\'s text in a .jsonl line; token ids stand under "ids"', min_length=1
+    )
     sequence_length: int = _key(
-        2048, "tokens of a packed sequence; a document that does not fit is cut, and each part starts at position 0", ge=2
+        2048,
+        "tokens of a packed sequence; a document that does not fit is cut, and each part starts at position 0",
+        ge=2,
     )
     sequences_per_update: int = _key(8, "packed sequences per update over all dp ranks", ge=1)
 

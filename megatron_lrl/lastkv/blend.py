@@ -17,7 +17,9 @@ class _Blend(torch.autograd.Function):
     """x = (1 - alpha) own + alpha last; constants get no gradient, resident ones add it to their adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, alpha_h: Tensor, own_bhtd: Tensor, last_bhtd: Tensor, own_sink: Any, last_sink: Any) -> Tensor:
+    def forward(
+        ctx: Any, alpha_h: Tensor, own_bhtd: Tensor, last_bhtd: Tensor, own_sink: Any, last_sink: Any
+    ) -> Tensor:
         # Live tensors belong to the graph; resident ones are referenced, and outlive it.
         live = own_bhtd.requires_grad or last_bhtd.requires_grad
         ctx.save_for_backward(alpha_h, *((own_bhtd, last_bhtd) if live else ()))

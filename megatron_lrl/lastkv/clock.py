@@ -37,7 +37,7 @@ class Clock:
     def rounds(self, starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, ...]]:
         """Cut an advance of several branches so that in each round no branch crosses a boundary.
 
-        In every round each branch feeds up to its next boundary. Returns tokens per branch and round; no round is empty.
+        In every round each branch feeds up to its next boundary. Returns tokens per branch and round; none is empty.
         """
         fed = [0] * len(lengths)
         rounds = []

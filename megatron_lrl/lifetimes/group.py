@@ -91,7 +91,7 @@ class PromptGroup:
     def feed(
         self, responses: Sequence[Sequence[int]]
     ) -> tuple[list[tuple[int, ...]], list[int], list[Sequence[int]]]:
-        """What a replay of these responses feeds, the position whose output predicts each first token, what is scored."""
+        """What a replay feeds, the position whose output predicts each response's first token, and what is scored."""
         prompt = self.prompt_ids if self.conventional else self.prompt_ids[-1:]
         tokens = [(*prompt, *ids[:-1]) for ids in responses]
         return tokens, [len(self.prompt_ids) - 1] * len(responses), list(responses)
@@ -216,7 +216,8 @@ class PromptGroup:
             disable=self._quiet or len(spans) < _PROGRESS_CHUNKS,
         )  # fmt: skip
         with bar:
-            for batch in in_passes([partial(self._feed, i, *span, bar) for i, span in enumerate(spans)], self.state, self.run):
+            steps = [partial(self._feed, i, *span, bar) for i, span in enumerate(spans)]
+            for batch in in_passes(steps, self.state, self.run):
                 run_schedule(self.model, batch, backward=False)
                 self.state.settle(self.run.runtime.groups.pp)
         self.state.freeze(self.run.runtime.groups.pp)

@@ -7,7 +7,7 @@ pp > 1 it is 1F1B (or its forward-only form); micro-batches enter each stage in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_lrl.runtime import Runtime
-
-T = TypeVar("T")
 
 MicroBatch = Callable[[Any], tuple[Tensor, Callable[[Tensor], Any]]]
 """``micro_batch(model) -> (output, finish)``; on the last stage ``finish(output)`` gives what the pass returns of it:
@@ -56,7 +54,7 @@ def run_schedule(model: Any, micro_batches: Sequence[MicroBatch], backward: bool
         )
 
 
-def in_passes(steps: Sequence[T], state: Any, run: Any) -> list[list[T]]:
+def in_passes[T](steps: Sequence[T], state: Any, run: Any) -> list[list[T]]:
     """Micro-batches of one sequence as lists that may run in one schedule.
 
     All at once fill a pipeline; a state whose passes wait for the last stage's result gets one pass at a time.

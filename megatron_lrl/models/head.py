@@ -148,8 +148,8 @@ def _reduce(x: Tensor, op: Any, group: Any) -> None:
 class Targets:
     """What each response token's predecessor must predict, by absolute position.
 
-    Branch j's token at position ``first[j] + i`` is scored on ``ids[j][i]``. Positions, not places in a batch, so that an
-    advance may be cut in any way.
+    Branch j's token at position ``first[j] + i`` is scored on ``ids[j][i]``. Positions, not places in a batch, so that
+    an advance may be cut in any way.
     """
 
     def __init__(self, first: Sequence[int], ids: Sequence[Sequence[int]]) -> None:

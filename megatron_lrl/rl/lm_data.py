@@ -14,6 +14,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ class Corpus:
         return order, np.cumsum(self._lengths[order])
 
 
-def load_corpus(settings: LmTable, tokenizer: Any, vocab_size: int, max_positions: int, seed: int, shuffle: bool) -> Corpus:
+def load_corpus(
+    settings: LmTable, tokenizer: Any, vocab_size: int, max_positions: int, seed: int, shuffle: bool
+) -> Corpus:
     """Read ``lm.data``. Raises `UserError` naming the file (and line) and what would be valid."""
     assert settings.data is not None
     if settings.sequence_length > max_positions:
@@ -137,7 +140,7 @@ def _indexed(prefix: Path, vocab_size: int) -> list[np.ndarray]:
         bounds = dataset.document_indices
         documents = [
             np.concatenate([dataset[i] for i in range(int(low), int(high))])
-            for low, high in zip(bounds[:-1], bounds[1:], strict=True)
+            for low, high in pairwise(bounds)
             if high > low
         ]
     except Exception as error:  # Megatron-Core asserts on a damaged header

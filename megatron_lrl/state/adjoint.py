@@ -39,8 +39,8 @@ class _AddAdjoint(torch.autograd.Function):
 def add_adjoint(output: Tensor, again: SequenceState, state: SequenceState, number: int) -> Tensor:
     """``output``, with the recomputed keys and values of an advance attached to their adjoints.
 
-    ``again``: `state.before(number)` after it was advanced under autograd by the same tokens. Every rank attaches all its
-    slots, padding included (with zero gradient), so that all ranks meet in the backward's collectives.
+    ``again``: `state.before(number)` after it was advanced under autograd by the same tokens. Every rank attaches all
+    its slots, padding included (with zero gradient), so that all ranks meet in the backward's collectives.
     """
     tensors: list[Tensor] = []
     places: list[tuple[int, tuple[Tensor, Tensor]]] = []

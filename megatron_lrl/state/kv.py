@@ -32,7 +32,7 @@ class KVLayer:
         log: bool = False,
         growing: bool = False,
     ) -> None:
-        """``reserve``: by chunk, tokens that its first page makes room for. ``growing``: pages are followed by larger ones."""
+        """``reserve``: by chunk, tokens that its first page makes room for. ``growing``: later pages are larger."""
         self.past = tuple(past)
         self.own: list[Page] = []
         self.rounds: list[list[Entry]] | None = [] if log else None

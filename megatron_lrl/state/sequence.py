@@ -77,7 +77,7 @@ class SequenceState:
         """After a pass: the last stage hands out what other stages need of the state. Collective over the stages."""
 
     def collect_adjoints(self, number: int, pp_group: Any) -> None:
-        """Before advance ``number`` is swept: its tokens' adjoints return to the stage that computed them. Collective."""
+        """Before advance ``number`` is swept: its adjoints return to the stage that computed it. Collective."""
 
     def attend(
         self,
@@ -150,8 +150,8 @@ class SequenceState:
     def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0, spare: bool = False) -> int:
         """Give every page this state owns a gradient buffer, for tokens at positions >= ``live_from``.
 
-        ``live_from`` must be where an advance of this (logged) state began, or its end. ``spare``: the state is still to
-        grow within its pages. Returns the bytes allocated.
+        ``live_from`` must be where an advance of this (logged) state began, or its end. ``spare``: the state is still
+        to grow within its pages. Returns the bytes allocated.
         """
         total = 0
         first = next((i for i, counts in enumerate(self._counts_before) if counts[0] >= live_from), None)

@@ -122,8 +122,8 @@ def test_a_chunk_as_long_as_the_sequence_is_full_attention_bit_for_bit(
     full, *others = results
     for ours in others[:3]:
         assert all(torch.equal(a, b) for a, b in zip(ours, full, strict=True))
-    shorter = others[3]  # C = 36: only the last token reads a committed chunk
-    assert torch.equal(shorter[0][:36], full[0][:36]) and not torch.equal(shorter[0][36:], full[0][36:])
+    apart = (others[3][0] - full[0]).abs().amax(-1)  # C = 36: only the last token reads a committed chunk
+    assert float(apart[:36].max()) <= (BAR_64 if dtype == "float64" else BAR_32) < 0.01 < float(apart[36])
 
 
 def test_the_last_layers_gate_changes_nothing(runtime: Runtime, models: Path) -> None:
