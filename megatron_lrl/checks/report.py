@@ -1,9 +1,9 @@
 """`check CONFIG`: does the trainer evaluate the policy that sampled, and which gradient does each contract give?
 
-    prompts ─ capture ─ sample ──┐
-                                 ├─ sampler against replay: log-probabilities, KL, ratio, effective sample size
-    recorded responses ─ replay ─┘
-          └─ gradient under each contract ── against conventional: cosine, relative L2, per kind of parameter
+prompts ─ capture ─ sample ──┐
+                             ├─ sampler against replay: log-probabilities, KL, ratio, effective sample size
+recorded responses ─ replay ─┘
+      └─ gradient under each contract ── against conventional: cosine, relative L2, per kind of parameter
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_lrl.checks.positions import PositionMismatch, boundary_prompts, sample_and_score
 from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradients, snapshot
 from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.loss import summarise
-from megatron_lrl.rl.rollout import Sampler
 from megatron_lrl.rl.text import Text, hf_folder
-from megatron_lrl.rl.types import Group, Prompt, Response
+from megatron_lrl.rl.types import Group, Prompt
 from megatron_lrl.rl.verbs import check_target, load_prompts
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
@@ -30,7 +30,9 @@ from megatron_lrl.settings import Config
 GROUPS = 2
 """Prompts that are checked."""
 SYNTHETIC_PROMPTS = (61, 128)
-"""Lengths of random prompts where the config names none."""
+"""Lengths of random prompts where the config names none (under LastKV: around its boundaries)."""
+WORST = 5
+"""Positions that the printed report shows; the JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
     prompts = runtime.together(_prompts, config, out)
     bars = BARS[config.model.dtype]
     with open_run(config, runtime, gradients=True) as run:
-        groups = _sample(run, prompts)
+        groups, mismatch = sample_and_score(run, prompts)
         # Fixed advantages of both signs, so that no term of the gradient vanishes.
         groups = [_with_advantages(group) for group in groups]
         report: dict[str, Any] = {
-            "model": run.arch.to_dict(), "dtype": config.model.dtype, "layout": asdict(runtime.layout),
+            "model": run.arch.to_dict(), "attention": run.arch.attention,
+            "dtype": config.model.dtype, "layout": asdict(runtime.layout),
             "prompts": [len(group.prompt_ids) for group in groups],
             "responses": [[len(r.ids) for r in group.responses] for group in groups],
             "bars": asdict(bars),
@@ -76,6 +79,7 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
             summary, comparisons[contract] = _window(run, groups, contract, baseline)
             peaks[contract] = dict(run.ledger.peak)
         report["sampler_vs_replay"] = summary
+        report["by_position"] = [asdict(row) for row in mismatch]
         report["gradients"] = {
             contract: {kind: asdict(value) for kind, value in rows.items()}
             for contract, rows in comparisons.items()
@@ -88,7 +92,7 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
         }
         report["passed"] = passed
     if runtime.is_main:
-        print(_text(report, comparisons), flush=True)
+        print(_text(report, mismatch, comparisons), flush=True)
     runtime.together(_write, report, out, runtime.is_main)
     return all(passed.values())
 
@@ -101,32 +105,11 @@ def _prompts(config: Config, out: str | None) -> list[Prompt]:
         return load_prompts(config, arch, Text(hf_folder(config)), config.data.prompts)[:GROUPS]
     draw = random.Random(config.train.seed)
     longest = arch.max_positions - config.rollout.max_new_tokens
+    lengths = SYNTHETIC_PROMPTS if arch.lastkv is None else boundary_prompts(arch.lastkv.chunk_size)
     return [
         Prompt(f"random{i}", tuple(draw.randrange(arch.vocab_size) for _ in range(max(1, min(n, longest)))))
-        for i, n in enumerate(SYNTHETIC_PROMPTS)
+        for i, n in enumerate(lengths)
     ]
-
-
-def _sample(run: Run, prompts: Sequence[Prompt]) -> list[Group]:
-    """Groups sampled from the prompts; every rank samples all of them (draws do not depend on the rank)."""
-    rollout, sampler = run.config.rollout, Sampler(run, ())
-    groups = []
-    with run.update_window() as window:
-        for prompt in prompts:
-            with window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False) as group:
-                sampled = sampler.sample(group, rollout.group_size, rollout.max_new_tokens, 0)
-            # Unequal lengths: a response is cut, which leaves its first tokens and their log-probabilities valid.
-            responses = tuple(
-                _cut(response, 1 + i % len(response.ids)) if i % 2 else response
-                for i, response in enumerate(sampled.responses)
-            )
-            groups.append(Group(prompt.id, prompt.prompt_ids, responses))
-    return groups
-
-
-def _cut(response: Response, length: int) -> Response:
-    assert response.logprobs is not None
-    return replace(response, ids=response.ids[:length], logprobs=response.logprobs[:length])
 
 
 def _with_advantages(group: Group) -> Group:
@@ -158,16 +141,25 @@ def _window(run: Run, groups: Sequence[Group], contract: str, baseline: Any = No
         return summary, compare_gradients(run.model, baseline, run.runtime)
 
 
-def _text(report: dict[str, Any], comparisons: dict[str, dict[str, GradientComparison]]) -> str:
+def _text(
+    report: dict[str, Any],
+    mismatch: Sequence[PositionMismatch],
+    comparisons: dict[str, dict[str, GradientComparison]],
+) -> str:
     lines = [
         f"prompts of {report['prompts']} tokens, responses of {report['responses']}, {report['dtype']}, "
         f"layout {report['layout']}",
         "",
         "sampler against replay (before any update)",
-        *(f"  {name.replace('_', ' '):28s} {value:.3e}" for name, value in report["sampler_vs_replay"].items()),
+        *(
+            f"  {name.replace('_', ' '):28s} {value:.3e}"
+            for name, value in report["sampler_vs_replay"].items()
+        ),
     ]
+    worst = sorted(mismatch, key=lambda row: -row.max_difference)[:WORST]
+    lines += ["", "positions with the largest differences", *(f"  {row}" for row in worst)]
     for contract, rows in comparisons.items():
-        lines += ["", f"gradient: {contract} against conventional"]
+        lines += ["", f"gradient: {contract} against conventional (attention {report['attention']})"]
         if contract != "exact":
             omitted = rows["all"]
             lines.append(

@@ -239,7 +239,7 @@ def open_plan(config: Config, runtime: PlannedRuntime, arch: Architecture, optim
 
 @contextmanager
 def open_plan_of_stage(config: Config, arch: Architecture, world_size: int, stage: int) -> Iterator[Plan]:
-    """A plan for the first rank of a pipeline stage, the one with the largest share, in a world that does not exist.
+    """A plan for the first rank of a pipeline stage, whose share of a prompt is the largest, in a planned world.
 
     Raises `UserError` if the layout does not divide the world.
     """

@@ -24,7 +24,9 @@ from megatron_lrl.runtime import Layout, Runtime, check_world, model_parallel_gr
 
 platform_cpu.install()
 
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
+from megatron.core.utils import GlobalMemoryBuffer  # noqa: E402
 
 from megatron_lrl.lifetimes import schedule  # noqa: E402
 
@@ -111,6 +113,8 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_replaced(torch.Tensor, "type", type_name))
         stack.enter_context(_replaced(dist, "all_gather_object", gather_alone))
+        # Megatron-Core keeps gathered activations in one buffer for good: a real one must not come in, a meta one not out.
+        stack.enter_context(_replaced(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
         # No dropout: random states are neither read nor moved on.
         stack.enter_context(_replaced(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()))
         stack.enter_context(

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 from megatron_lrl.tracking import read_metrics
 
-# What differs between two runs of the same computation.
-TIMED = ("seconds/", "speed/")
+# What may differ between two runs of the same computation: times, and bytes (a resumed run's first update has
+# optimizer state already).
+OF_THE_PROCESS = ("seconds/", "speed/", "bytes/", "bytes_planned/", "window/")
 
 
 class Runs:
@@ -60,10 +61,14 @@ class Runs:
         return load_file(self.exported(run, update) / "model.safetensors")
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        """The recorded updates of a run, times left out."""
+        """The recorded updates of a run."""
+        return read_metrics(self.root / run)
+
+    def computed(self, run: str) -> list[dict[str, Any]]:
+        """The recorded updates of a run, without what belongs to the process."""
         return [
-            {name: value for name, value in record.items() if not name.startswith(TIMED)}
-            for record in read_metrics(self.root / run)
+            {name: value for name, value in record.items() if not name.startswith(OF_THE_PROCESS)}
+            for record in self.metrics(run)
         ]
 
 
@@ -101,15 +106,25 @@ def relative_l2(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 def require_continuous(records: list[dict[str, Any]], updates: int) -> None:
-    """Every update once, in order, every number finite."""
+    """Every update once, in order, every number finite, no window started over."""
     assert [record["update"] for record in records] == list(range(updates))
     for record in records:
         broken = [
             n for n, v in record.items() if n != "samples" and not math.isfinite(math.nan if v is None else v)
         ]
         assert not broken, (record["update"], broken)
+        assert record["window/restarts"] == 0, record["update"]
 
 
 def write_eos(model: Path, ids: list[int]) -> None:
     """Make every one of `ids` end a response."""
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+
+
+def require_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Equal records, number by number."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        names = mine.keys() | other.keys()
+        differing = {n: (mine.get(n), other.get(n)) for n in names if mine.get(n) != other.get(n)}
+        assert not differing, (mine["update"], differing)

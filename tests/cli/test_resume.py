@@ -16,7 +16,15 @@ from pathlib import Path
 import pytest
 from harness import ONE, World, run_world
 
-from cli.runs import Runs, outcomes_of, relative_l2, require_continuous, require_equal_weights, run
+from cli.runs import (
+    Runs,
+    outcomes_of,
+    relative_l2,
+    require_continuous,
+    require_equal_weights,
+    require_same,
+    run,
+)
 
 SCHEDULE = ("optimizer.warmup_updates=2", "optimizer.decay=linear")
 
@@ -43,7 +51,7 @@ def test_three_and_three_updates_are_six(world: World, runs: Runs) -> None:
     assert "at update 3" in said[2] and "update 4/6" in said[2] and "update 3/6" not in said[2]
     assert "at update 6" in said[3] and "update 6/6" not in said[3]
     require_continuous(runs.metrics(halves), 6)
-    assert runs.metrics(halves) == runs.metrics(whole)
+    require_same(runs.computed(halves), runs.computed(whole))
     ours, theirs = runs.weights(halves, 6), runs.weights(whole, 6)
     require_equal_weights(ours, theirs)
     assert relative_l2(ours, _start(runs)) > 1e-3  # it trained
@@ -78,7 +86,7 @@ def test_a_signal_stops_with_a_checkpoint(world: World, number: signal.Signals, 
         world=world,
     )
     require_continuous(runs.metrics(cut), 9)
-    assert runs.metrics(cut) == runs.metrics(whole)
+    require_same(runs.computed(cut), runs.computed(whole))
     require_equal_weights(runs.weights(cut, 9), runs.weights(whole, 9))
 
 
@@ -92,7 +100,7 @@ def test_resume_in_another_layout(world: World, runs: Runs) -> None:
             ["export", str(runs.checkpoint("stays", 2)), str(runs.root / "stays-hf-2")],
         )
     shutil.copytree(runs.root / "stays", runs.root / name)
-    if not runs.exported("stays", 4).exists():
+    if not runs.exported("goes-on", 4).exists():
         shutil.copytree(runs.root / "stays", runs.root / "goes-on")
         run(runs.train("goes-on", *settings, "train.updates=4"), runs.export("goes-on", 4))
     run(runs.train(name, *settings, "train.updates=4", *world.overrides), runs.export(name, 4), world=world)
@@ -131,14 +139,14 @@ def test_updates_after_the_newest_checkpoint_are_run_again(tmp_path: Path) -> No
     runs = Runs(tmp_path)
     run(runs.train("crash", "train.updates=3", "train.save_every=2"))
     shutil.rmtree(runs.checkpoint("crash", 3))
-    before = runs.metrics("crash")
+    before = runs.computed("crash")
     [said] = run(runs.train("crash", "train.updates=3", "train.save_every=2"))
     assert "at update 2" in said
-    assert runs.metrics("crash") == before
+    require_same(runs.computed("crash"), before)
     # Without any checkpoint the run starts over in its folder.
     shutil.rmtree(runs.root / "crash" / "checkpoints")
     run(runs.train("crash", "train.updates=3", "train.save_every=2"))
-    assert runs.metrics("crash") == before
+    require_same(runs.computed("crash"), before)
     assert _tensorboard_steps(runs.root / "crash" / "tensorboard") == [0, 1, 2]
 
 

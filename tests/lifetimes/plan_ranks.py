@@ -12,8 +12,14 @@ from megatron_lrl.config import load_config
 from megatron_lrl.lifetimes.plan import Work, open_plan
 from megatron_lrl.lifetimes.plan_world import beside
 from megatron_lrl.lifetimes.replay import batches_of
-from megatron_lrl.lifetimes.run import open_run
+from megatron_lrl.lifetimes.run import Run, open_run
 from megatron_lrl.runtime import Layout, runtime_scope
+
+
+def planned_beside(run: Run, shape: Work, contract: str) -> dict[str, int]:
+    """A plan in the process of an open run, which must neither use nor change anything of it."""
+    with open_plan(run.config, beside(run.runtime), run.arch) as plan:
+        return plan.bytes_of(shape, contract, recorded=True).lifetimes()
 
 
 def measured(world: World, settings: Sequence[str], contracts: Sequence[str], work: Sequence[int]) -> dict[str, Any]:
@@ -23,6 +29,7 @@ def measured(world: World, settings: Sequence[str], contracts: Sequence[str], wo
     found: dict[str, Any] = {}
     with runtime_scope(Layout(world.tp, world.cp, world.pp)) as runtime:
         with open_run(config, runtime, optimizer=True) as run:
+            beside_before = planned_beside(run, shape, contracts[0])
             for contract in contracts:
                 responses = branches([shape.response] * shape.group)
                 batches = batches_of(responses, shape.concurrent)
@@ -34,7 +41,7 @@ def measured(world: World, settings: Sequence[str], contracts: Sequence[str], wo
                     window.reduce()
                     window.step()
                 found[contract] = {"state": state, **run.ledger.peak, **run.ledger.parts}
-            with open_plan(config, beside(runtime), run.arch) as plan:
-                found["planned beside"] = plan.bytes_of(shape, contracts[0], recorded=True).lifetimes()
+            found["planned beside"] = planned_beside(run, shape, contracts[0])
+            assert beside_before == found["planned beside"]
             found["stage"] = runtime.pp_rank
     return found

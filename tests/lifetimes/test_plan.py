@@ -58,11 +58,13 @@ def test_planned_bytes_are_measured_bytes(world: World, hf: Path, report: Any) -
         assert len(mine) == world.size // world.pp
         for contract in CONTRACTS:
             found = {**vars(planned[contract]), "group": planned[contract].groups}
-            # cp shards differ by a token: the plan is that of the largest.
+            # The plan is that of the stage's first rank, whose share of the prompt is the largest.
             for name in EXACT:
-                assert found[name] == max(rank[contract][name] for rank in mine), (contract, name)
-            measured = max(rank[contract]["replay"] for rank in mine)
-            worst = max(worst, abs(planned[contract].replay / measured - 1))
+                assert found[name] == mine[0][contract][name], (contract, name)
+                # Shards of the optimizer differ by their padding.
+                assert all(rank[contract][name] <= 1.01 * found[name] for rank in mine), (contract, name)
+            for rank in mine:
+                worst = max(worst, abs(planned[contract].replay / rank[contract]["replay"] - 1))
         assert mine[0]["planned beside"] == planned[CONTRACTS[0]].lifetimes()
     report("largest relative error of planned graphs", worst)
     assert worst <= 0.1
@@ -111,7 +113,7 @@ def test_nothing_is_left_behind(hf: Path) -> None:
     def patched() -> list[Any]:
         return [
             torch.Tensor.type, dist.all_gather_object, schedule.get_forward_backward_func,
-            plan_world.CudaRNGStatesTracker.fork,
+            plan_world.CudaRNGStatesTracker.fork, plan_world.parallel_state._GLOBAL_MEMORY_BUFFER,
         ]  # fmt: skip
 
     before, random = patched(), torch.get_rng_state()
