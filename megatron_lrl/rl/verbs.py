@@ -129,8 +129,11 @@ def train(config: Config, runtime: Runtime) -> None:
                 tracker.note(f"resumed {newest} at update {first}")
             planned = None
             if runtime.is_main and not isinstance(material, Corpus):
-                planned = plan_of_run(run, max(len(prompt.prompt_ids) for prompt in prompts))
-                tracker.note(against_measured(planned, run.ledger))
+                try:
+                    planned = plan_of_run(run, max(len(prompt.prompt_ids) for prompt in prompts))
+                    tracker.note(against_measured(planned, run.ledger))
+                except Exception as error:  # advice: a module that has no meta form must not end the run
+                    tracker.note(f"bytes were not planned: {type(error).__name__}: {error}")
             saved = first if newest is not None else None
             for number in range(first, config.train.updates):
                 metrics, samples = trainer.update(number)
