@@ -56,7 +56,7 @@ OPTIONS: dict[str, list[str]] = {
     "three-groups": ["train.groups_per_update=3"],
     "more-groups-than-prompts": ["train.groups_per_update=6"],
     "in-file-order": ["data.shuffle=false", "train.groups_per_update=2"],
-    "pairs": ["rollout.group_size=2"],
+    "pairs": ["rollout.group_size=2", "train.groups_per_update=3"],
     "one-token": ["rollout.max_new_tokens=1"],
     "no-advantage": ["data.reward=cli.toy_rewards:nothing"],
     "nucleus": ["rollout.top_p=0.7", "rollout.temperature=0.8"],
