@@ -136,8 +136,8 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "full sequences. Reads the model's config.json only; one process plans for any number of ranks.",
             _SETTINGS,
         ),
-        "plan CONFIG [--world N] [--prompt P] [--response R] [--budget GIB] [--tflops T] [--out R.json] "
-        "[key=value ...]",
+        "plan CONFIG [--world N] [--prompt P] [--response R] [--budget GIB] [--tflops T]\n"
+        "                         [--out R.json] [key=value ...]",
         "plan config.toml --world 64 --prompt 131072 --budget 139 parallel.tp=4 parallel.cp=8",
     ),
 }

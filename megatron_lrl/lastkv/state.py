@@ -120,6 +120,8 @@ class LastKVState(SequenceState):
             theirs = [page for page in store.own if page.chunk == chunk]
             mine = [page for page in self._any_own_layer().own if page.chunk == chunk]
             for i, page in enumerate(theirs):
+                # In the place of the buffers that were just made without knowing what is constant.
+                total -= sum(x.nbytes for x in page.tensors()[2:])
                 total += page.enable_adjoint(dtype, mine[i].constant if mine else page.length)
         return total
 

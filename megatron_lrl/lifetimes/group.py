@@ -47,7 +47,9 @@ def live_from(contract: str, prefix_tokens: int, truncate_tokens: int) -> int:
 
     truncated(0) is response_only, truncated(T >= P) is exact.
     """
-    live = {"conventional": 0, "response_only": 0, "exact": prefix_tokens, "truncated": truncate_tokens}[contract]
+    live = {"conventional": 0, "response_only": 0, "exact": prefix_tokens, "truncated": truncate_tokens}[
+        contract
+    ]
     return max(0, prefix_tokens - live)
 
 
@@ -59,7 +61,13 @@ class PromptGroup:
     """
 
     def __init__(
-        self, run: Run, name: str, prompt_ids: Sequence[int], contract: str, model: Any = None, quiet: bool = True
+        self,
+        run: Run,
+        name: str,
+        prompt_ids: Sequence[int],
+        contract: str,
+        model: Any = None,
+        quiet: bool = True,
     ) -> None:
         """``model``: whose prefix (default: the policy; else the reference). Raises ValueError for an empty prompt."""
         if not prompt_ids:
@@ -161,7 +169,9 @@ class PromptGroup:
             with meter.measure():
                 for batch in in_passes(live[::-1], self.state, self.run):
                     self.state.collect_adjoints(batch[0], self.run.runtime.groups.pp)
-                    run_schedule(self.model, [partial(self._sweep_chunk, i) for i in batch], backward=True)
+                    run_schedule(
+                        self.run, self.model, [partial(self._sweep_chunk, i) for i in batch], backward=True
+                    )
             self.run.ledger.observe_peak("replay", meter.peak)
         self.phase = GroupPhase.SWEPT
 
@@ -186,7 +196,9 @@ class PromptGroup:
     def spans(self) -> list[tuple[int, int]]:
         """Captured chunks as [low, high): every multiple of the chunk size, the model's own cuts, the live limit."""
         count = len(self.prefix_ids)
-        cuts = {*range(0, count, self.run.config.prefix.chunk_size), count} | self.run.new_state(1).cuts(count)
+        cuts = {*range(0, count, self.run.config.prefix.chunk_size), count} | self.run.new_state(1).cuts(
+            count
+        )
         return list(pairwise(sorted(cuts | {min(self.live_from, count)})))
 
     def capture(self) -> None:
@@ -218,7 +230,7 @@ class PromptGroup:
         with bar:
             steps = [partial(self._feed, i, *span, bar) for i, span in enumerate(spans)]
             for batch in in_passes(steps, self.state, self.run):
-                run_schedule(self.model, batch, backward=False)
+                run_schedule(self.run, self.model, batch, backward=False)
                 self.state.settle(self.run.runtime.groups.pp)
         self.state.freeze(self.run.runtime.groups.pp)
         # Adjoints that exist already are held; kept graphs live as long as the group, until they are swept.

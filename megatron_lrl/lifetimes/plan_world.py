@@ -113,7 +113,8 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_replaced(torch.Tensor, "type", type_name))
         stack.enter_context(_replaced(dist, "all_gather_object", gather_alone))
-        # Megatron-Core keeps gathered activations in one buffer for good: a real one must not come in, a meta one not out.
+        # Megatron-Core keeps gathered activations in one buffer for good: a real one must not come in, nor a
+        # meta one stay.
         stack.enter_context(_replaced(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
         # No dropout: random states are neither read nor moved on.
         stack.enter_context(_replaced(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()))

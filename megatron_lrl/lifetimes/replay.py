@@ -49,7 +49,9 @@ class Replay:
 
     def __init__(self, group: PromptGroup | Documents) -> None:
         self.group, self.run = group, group.run
-        self.nonfinite: list[str] = []  # losses that were NaN or infinite, with their branches (last stage only)
+        self.nonfinite: list[
+            str
+        ] = []  # losses that were NaN or infinite, with their branches (last stage only)
 
     def gradient(
         self, batches: Sequence[Sequence[Branch]], losses: Sequence[TokenLoss]
@@ -153,7 +155,10 @@ class _Flight:
             for number in range(max(map(len, self.feeds))):
                 members = [j for j, feed in enumerate(self.feeds) if number < len(feed)]
                 results = run_schedule(
-                    self.model, [partial(self._feed, j, number, True) for j in members], backward=False
+                    self.run,
+                    self.model,
+                    [partial(self._feed, j, number, True) for j in members],
+                    backward=False,
                 )
                 for j, result in zip(members, results, strict=bool(results)):
                     found[j].append(result)
@@ -167,7 +172,9 @@ class _Flight:
         rounds = max(map(len, self.feeds))
         for number in range(rounds - 1):
             members = [j for j, feed in enumerate(self.feeds) if number < len(feed) - 1]
-            run_schedule(self.model, [partial(self._feed, j, number, False) for j in members], backward=False)
+            run_schedule(
+                self.run, self.model, [partial(self._feed, j, number, False) for j in members], backward=False
+            )
             self._settle(members)
         if rounds > 1:
             dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
@@ -182,7 +189,7 @@ class _Flight:
                 if number < len(self.feeds[j]) - 1:
                     self.states[j].collect_adjoints(number, self.run.runtime.groups.pp)
             steps = [partial(self._sweep, j, number) for j in members]
-            metrics += run_schedule(self.model, steps, backward=True)
+            metrics += run_schedule(self.run, self.model, steps, backward=True)
         return metrics
 
     def _open(self, log: bool) -> None:

@@ -19,6 +19,7 @@ from megatron_lrl.lastkv.state import LastKVState
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
 from megatron_lrl.lifetimes.ledger import Ledger, bytes_by_part
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
+from megatron_lrl.lifetimes.schedule import PipelineUse
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.build import PolicyModel, build_model, check_layout
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
@@ -48,6 +49,7 @@ class Run:
     version: int = 0  # bumped by every optimizer step and every load
     reference: PolicyModel | None = None
     ledger: Ledger = field(default_factory=Ledger)
+    pipeline_use: PipelineUse = field(default_factory=PipelineUse)  # since the last window opened
 
     @property
     def wide(self) -> torch.dtype:

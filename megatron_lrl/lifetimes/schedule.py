@@ -7,6 +7,7 @@ pp > 1 it is 1F1B (or its forward-only form); micro-batches enter each stage in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +22,31 @@ MicroBatch = Callable[[Any], tuple[Tensor, Callable[[Tensor], Any]]]
 ``(loss, data)`` when gradients are wanted, ``data`` otherwise."""
 
 
-def run_schedule(model: Any, micro_batches: Sequence[MicroBatch], backward: bool) -> list[Any]:
+@dataclass
+class PipelineUse:
+    """How much of a pipeline's time passes filled: m micro-batches take m + pp - 1 steps of a stage that works in m."""
+
+    worked: int = 0
+    passed: int = 0
+
+    def note(self, micro_batches: int, stages: int) -> None:
+        self.worked += micro_batches
+        self.passed += micro_batches + stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of a stage's time since the start, in [0, 1); 0 without a pipeline."""
+        return 1.0 - self.worked / self.passed if self.passed else 0.0
+
+
+def run_schedule(run: Any, model: Any, micro_batches: Sequence[MicroBatch], backward: bool) -> list[Any]:
     """Run the micro-batches through this rank's stage. Returns their data, in order, on the last stage ([] elsewhere).
 
     With ``backward`` each micro-batch's graph is freed as soon as its gradient has been added to the buffers.
     """
     if not micro_batches:
         return []
+    run.pipeline_use.note(len(micro_batches), run.runtime.layout.pp)
 
     def forward_step(iterator: Any, stage: Any) -> tuple[Tensor, Callable[..., Any]]:
         output, finish = next(iterator)(stage)

@@ -21,6 +21,7 @@ from megatron_lrl.lifetimes.contributions import BranchKey, Contributions
 from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, Replay, TokenLoss
+from megatron_lrl.lifetimes.schedule import PipelineUse
 
 if TYPE_CHECKING:
     from megatron_lrl.lifetimes.run import Run, StepResult
@@ -46,6 +47,7 @@ class UpdateWindow:
 
     def __enter__(self) -> UpdateWindow:
         self.run.ledger.start_window()
+        self.run.pipeline_use = PipelineUse()
         self.run.zero_grad()
         return self
 

@@ -60,6 +60,7 @@ class LmTrainer:
             "optimizer/lr": result.lr if result else 0.0,
             "update/skipped": float(fault is not None),
             "window/restarts": float(self.retry.restarts),
+            "pipeline/bubble": run.pipeline_use.bubble,
             "speed/tokens_per_second": tokens / seconds,
             "speed/updates_per_hour": 3600.0 / seconds,
             "seconds/update": seconds,

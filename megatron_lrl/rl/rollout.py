@@ -102,6 +102,6 @@ class Sampler:
 
             return output, finish
 
-        run_schedule(group.model, [micro_batch], backward=False)
+        run_schedule(self.run, group.model, [micro_batch], backward=False)
         state.settle(runtime.groups.pp)
         return from_last_stage(sum_over_cp(values, runtime), runtime).cpu()

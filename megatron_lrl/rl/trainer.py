@@ -109,6 +109,7 @@ class Trainer:
             "rollout/entropy": done.recorded.entropy,
             "update/skipped": float(done.fault is not None),
             "window/restarts": float(self.retry.restarts),
+            "pipeline/bubble": run.pipeline_use.bubble,
             **run.ledger.metrics(),
         }
         self._recorded = None
