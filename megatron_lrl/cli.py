@@ -131,9 +131,11 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "plan": (
         "bytes per rank by lifetime, what fits, break-even; before launch, without GPUs or weights",
         (
-            "Plan a window before it is launched: bytes of every kind of rank by lifetime, the largest prompt, "
+            "Plan a window before it is launched: bytes of every kind of rank by lifetime, the largest "
+            "prompt, "
             "response and group that fit a budget, and from where on the contract costs less than "
-            "full sequences. Reads the model's config.json only; one process plans for any number of ranks.",
+            "full sequences. Reads the model's config.json only; one process plans for any number of "
+            "ranks.",
             _SETTINGS,
         ),
         "plan CONFIG [--world N] [--prompt P] [--response R] [--budget GIB] [--tflops T]\n"
@@ -211,7 +213,8 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "import":
             sub.add_argument(
-                "--lastkv-chunk", type=_size, metavar="C", help="tokens per LastKV chunk of the converted model"
+                "--lastkv-chunk", type=_size, metavar="C", help="tokens per LastKV chunk of the "
+                "converted model"
             )
             sub.add_argument(
                 "--no-lastkv-blend",
@@ -241,21 +244,27 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--out", metavar="R.json", help="also write the report as JSON")
         if name == "plan":
             sub.add_argument("--world", type=_size, metavar="N", help="ranks (default: tp * cp * pp)")
-            sub.add_argument("--prompt", type=_size, metavar="P", help="prompt tokens (default 32768, if they fit)")
             sub.add_argument(
-                "--response", type=_size, metavar="R", help="response tokens (default rollout.max_new_tokens)"
+                "--prompt", type=_size, metavar="P", help="prompt tokens (default 32768, if they fit)"
+            )
+            sub.add_argument(
+                "--response", type=_size, metavar="R", help="response tokens (default "
+                "rollout.max_new_tokens)"
             )
             sub.add_argument("--budget", type=_positive, metavar="GIB", help="memory of one rank, in GiB")
             sub.add_argument(
-                "--tflops", type=_positive, metavar="T", help="10^12 operations a second that a rank achieves"
+                "--tflops", type=_positive, metavar="T", help="10^12 operations a second that a rank "
+                "achieves"
             )
             sub.add_argument("--out", metavar="R.json", help="also write the bytes as JSON")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb. Returns the exit status: 0, 2 for a mistake of the user, 1 for a check that failed, 130 when
-    interrupted."""
+    """Run a verb.
+
+    Returns the exit status: 0, 2 for a mistake of the user, 1 for a check that failed, 130 when interrupted.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if "--settings" in arguments:
         if _speaks():

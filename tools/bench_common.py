@@ -1,4 +1,7 @@
-"""What the measurements share: a random model, one window's gradient, and the memory it took."""
+"""What the measurements share: a random model, one window's gradient, and the memory it took.
+
+Legend: G responses of R tokens each; S tokens scored at once (K responses, flat).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import ctypes
 import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_lrl.lifetimes.run import Run
+if TYPE_CHECKING:  # Megatron-Core is imported once the runtime has prepared it
+    from megatron_lrl.lifetimes.replay import TokenLoss
+    from megatron_lrl.lifetimes.run import Run
 
 MIB = 2**20
 
@@ -62,7 +68,11 @@ def run_window(
     contract: str,
     concurrent: int,
 ) -> None:
-    """Capture, replay, sweep and reduce one prompt; loss = -sum over responses of weight x log-probability."""
+    """Capture, replay, sweep and reduce one prompt. The optimizer has no part in it.
+
+    Loss: -sum over responses of weight x log-probability; responses are of equal length. The gradient stays in the
+    buffers until the next window opens.
+    """
     from megatron_lrl.lifetimes.contributions import BranchKey
     from megatron_lrl.lifetimes.replay import Branch, batches_of
 
@@ -70,9 +80,13 @@ def run_window(
     batches = batches_of(branches, concurrent)
     weight_G = torch.tensor(weights, device=run.runtime.device)
 
-    def loss_of(first: int) -> object:
-        def loss(logprob_S: torch.Tensor, _: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            return -(weight_G[first + index[:, 0]] * logprob_S).sum(), {}
+    length = len(responses[0])
+
+    def loss_of(first: int) -> TokenLoss:
+        def loss(
+            logprob_S: torch.Tensor, _: torch.Tensor, index_S: torch.Tensor
+        ) -> tuple[torch.Tensor, dict]:
+            return -(weight_G[first + index_S // length] * logprob_S).sum(), {}
 
         return loss
 
@@ -80,7 +94,7 @@ def run_window(
     with run.update_window() as window:
         window.fix(branch.key for branch in branches)
         with window.prompt_group("g", prompt_ids, contract=contract) as group:
-            window.replay(group, batches, [loss_of(start) for start in starts])  # type: ignore[misc]
+            window.replay(group, batches, [loss_of(start) for start in starts])
         window.reduce()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

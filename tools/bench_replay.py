@@ -10,27 +10,29 @@ repeat goes through all of them before the next starts, so that a slow minute of
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import gc
 import itertools
+import math
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from bench_common import MIB, ProcessPeak, add_model_arguments, run_window, trajectories, write_model
 from tqdm import tqdm
 
 from megatron_lrl.config import load_config
 from megatron_lrl.errors import UserError
 from megatron_lrl.runtime import Layout, runtime_scope
 
+if TYPE_CHECKING:
+    from megatron_lrl.lifetimes.run import Run
+
 CONTRACTS = ("conventional", "response_only", "exact", "truncated")
-MIB = 2**20
 
 
 @dataclass
@@ -69,114 +71,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="windows per row; the median is shown"
     )
-    parser.add_argument("--layers", type=int, default=4, metavar="N")
-    parser.add_argument("--hidden", type=int, default=64, metavar="N")
-    parser.add_argument("--intermediate", type=int, default=176, metavar="N")
-    parser.add_argument("--heads", type=int, default=4, metavar="N", help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=2, metavar="N")
-    parser.add_argument("--vocab", type=int, default=512, metavar="N")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw the table, as a PNG file (matplotlib)"
+    )
+    parser.add_argument(
+        "--longest", type=float, metavar="GIB",
+        help="instead of the table: the longest prompt whose window fits this process memory, under conventional "
+        "and exact, for the first R, G and K (one rank, Linux)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--probe-seconds", type=float, default=300, metavar="S",
+        help="--longest: a window that takes longer ends the search of its contract",
+    )  # fmt: skip
+    add_model_arguments(parser)
     parser.add_argument("--set", nargs="+", default=[], metavar="TABLE.KEY=VALUE", help="further settings")
     return parser.parse_args(arguments)
 
 
-def write_model(folder: Path, options: argparse.Namespace) -> None:
-    """A random llama as a Hugging Face directory, with transformers' initialisation."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=options.intermediate,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        max_position_embeddings=max(options.prompt) + max(options.response),
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-class ProcessPeak:
-    """Peak memory of a block above what was held before it: the CUDA allocator's, or Linux's resident set."""
-
-    def __init__(self) -> None:
-        self.bytes: int | None = None
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            yield
-            self.bytes = torch.cuda.max_memory_allocated() - before
-            return
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # freed memory of earlier rows would hide new memory
-        reset = self._reset()
-        before = self._status("VmRSS") if reset else None
-        yield
-        if before is not None and (peak := self._status("VmHWM")) is not None:
-            self.bytes = max(0, peak - before)
-
-    @staticmethod
-    def _reset() -> bool:
-        """Start VmHWM afresh (proc(5), clear_refs); False where the system has no such thing."""
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return False
-        return True
-
-    @staticmethod
-    def _status(key: str) -> int | None:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-        return None
-
-
-def measure(case: Case, run: object, options: argparse.Namespace) -> None:
-    """One window: capture, replay, sweep, reduce. The optimizer has no part in it."""
-    from megatron_lrl.lifetimes.contributions import BranchKey
-    from megatron_lrl.lifetimes.replay import Branch, batches_of
-    from megatron_lrl.lifetimes.run import Run
-
-    assert isinstance(run, Run)
-    draw = torch.Generator().manual_seed(1)
-    prompt = torch.randint(options.vocab, (case.prompt,), generator=draw).tolist()
-    branches = [
-        Branch(
-            BranchKey("g", i), tuple(torch.randint(options.vocab, (case.response,), generator=draw).tolist())
-        )
-        for i in range(case.group)
-    ]
-    batches = batches_of(branches, case.concurrent)
-    weight = 1.0 / (case.group * case.response)
-
-    def loss(
-        logprob_S: torch.Tensor, _entropy: torch.Tensor, _index: torch.Tensor
-    ) -> tuple[torch.Tensor, dict]:
-        return -weight * logprob_S.sum(), {}
-
+def measure(case: Case, run: Run, options: argparse.Namespace) -> None:
+    """One window of a case."""
+    prompt_ids, responses = trajectories(options.vocab, case.prompt, case.response, case.group)
+    weights = [1.0 / (case.group * case.response)] * case.group
     peak = ProcessPeak()
     run.runtime.barrier()
     with peak.measure():
         start, cpu_start = time.perf_counter(), time.process_time()
-        with run.update_window() as window:
-            window.fix(branch.key for branch in branches)
-            with window.prompt_group("g", prompt, contract=case.contract) as group:
-                window.replay(group, batches, [loss] * len(batches))
-            window.reduce()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            case.seconds.append(time.perf_counter() - start)
-            case.cpu_seconds.append(time.process_time() - cpu_start)
+        run_window(run, prompt_ids, responses, weights, case.contract, case.concurrent)
+        case.seconds.append(time.perf_counter() - start)
+        case.cpu_seconds.append(time.process_time() - cpu_start)
     case.saved = run.ledger.peak["replay"]
     case.resident = run.ledger.peak["group"]
     case.process = peak.bytes
@@ -209,9 +131,41 @@ def table(cases: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
+def plot(cases: Sequence[Case], path: Path) -> None:
+    """Draw CPU seconds, saved and resident bytes of each contract over P, one line per contract, R, G and K."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(
+            "--plot needs matplotlib: pip install 'megatron-lrl[dev]', or leave --plot out"
+        ) from error
+    lines: dict[tuple, list[Case]] = {}
+    for case in cases:
+        lines.setdefault((case.contract, *case.shape[1:]), []).append(case)
+    panels = {
+        "CPU seconds per window": lambda case: statistics.median(case.cpu_seconds),
+        "peak saved-for-backward MiB": lambda case: case.saved / MIB,
+        "peak resident MiB (state, adjoint)": lambda case: case.resident / MIB,
+        "peak process MiB above the model": lambda case: (case.process or 0) / MIB,
+    }
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axes, (title, value) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        for (contract, response, group, concurrent), row in lines.items():
+            row = sorted(row, key=lambda case: case.prompt)
+            label = f"{contract}, R={response}, G={group}, K={concurrent}"
+            values = [value(case) or math.nan for case in row]  # a logarithmic axis has no zero
+            axes.plot([case.prompt for case in row], values, marker="o", label=label)
+        axes.set(title=title, xlabel="prompt tokens P", xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    os.replace(partial, path)
+
+
 def bench(options: argparse.Namespace, folder: Path) -> str:
     """All cases on this rank. Raises `UserError` for settings that do not fit the model or the world."""
-    write_model(folder / "hf", options)
+    write_model(folder / "hf", options, max(options.prompt) + max(options.response))
     (folder / "bench.toml").write_text("")
     settings = [f"model.hf={folder / 'hf'}", f"prefix.chunk_size={options.chunk}"]
     settings += [f"prefix.truncate_tokens={options.truncate}", *options.set]
@@ -228,11 +182,17 @@ def bench(options: argparse.Namespace, folder: Path) -> str:
             rounds = [case for _ in range(options.repeats) for case in cases]
             for case in tqdm(rounds, unit="window", leave=False, disable=not runtime.is_main):
                 measure(case, run, options)
+            if runtime.is_main and options.plot:
+                plot(cases, options.plot)
             return table(cases) if runtime.is_main else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.longest:
+        from bench_longest import longest
+
+        return longest(options)
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as folder:
         try:
             print(bench(options, Path(folder)), flush=True)

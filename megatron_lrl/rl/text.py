@@ -25,8 +25,8 @@ def hf_folder(config: Config) -> Path:
 class Text:
     """The model's tokenizer and its end-of-sequence ids.
 
-    A directory without tokenizer files works with prompts given as ids; responses then read as ids separated by
-    spaces.
+    A directory without tokenizer files works with prompts given as ids; responses then read as ids
+    separated by spaces.
     """
 
     def __init__(self, folder: Path) -> None:

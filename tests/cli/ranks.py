@@ -1,4 +1,6 @@
-"""Rank functions: several command lines in one world, one after another, as fresh invocations of the program."""
+"""Rank functions: several command lines in one world, one after another, as fresh invocations of the
+program.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Claim: a newcomer learns the program from the program: every verb says what it does, its arguments and an
-example, `--settings` lists every key, and a wrong command line is answered by what would be right.
+"""Claim: a newcomer learns the program from the program: every verb says what it does, its arguments and
+an example, `--settings` lists every key, and a wrong command line is answered by what would be right.
 
-Why this shows it: the texts are compared with the parser's own tables and with the settings' models, so a verb
-or key that is added without words fails; the examples are parsed by the program itself.
-It does not show: that the words are good.
+Why this shows it: the texts are compared with the parser's own tables and with the settings' models, so a
+verb or key that is added without words fails; the examples are parsed by the program itself. It does not
+show: that the words are good.
 """
 
 from __future__ import annotations

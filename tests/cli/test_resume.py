@@ -1,9 +1,9 @@
-"""Claim: a run that was stopped and resumed is the run that was not: bit-equal parameters and the same metrics, each
-update once, on one rank, over dp and over cp; a signal stops a run with a checkpoint; a run goes on in another
-layout; `train.overwrite` replaces the run in a folder and nothing else.
+"""Claim: a run that was stopped and resumed is the run that was not: bit-equal parameters and the same
+metrics, each update once, on one rank, over dp and over cp; a signal stops a run with a checkpoint; a run
+goes on in another layout; `train.overwrite` replaces the run in a folder and nothing else.
 
-Why this shows it: the same settings are trained in one go and in two, through the program, each command a fresh
-invocation; exported weights are compared bit by bit and metrics number by number.
+Why this shows it: the same settings are trained in one go and in two, through the program, each command a
+fresh invocation; exported weights are compared bit by bit and metrics number by number.
 It does not show: a machine that dies while a checkpoint is written (see `checkpoint/`).
 """
 

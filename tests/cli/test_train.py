@@ -1,11 +1,13 @@
-"""Claim: `train` learns, under every contract, advantage, aggregation and correction that the settings offer, in
-worlds whose dp ranks do not divide the prompts, and at the edges (no advantage, one token, responses that are only
-an end of sequence); it records all that the charts promise; its checkpoints export to what was trained.
+"""Claim: `train` learns, under every contract, advantage, aggregation and correction that the settings
+offer, in worlds whose dp ranks do not divide the prompts, and at the edges (no advantage, one token,
+responses that are only an end of sequence); it records all that the charts promise; its checkpoints
+export to what was trained.
 
-Why this shows it: the reward is a simple function that any policy gradient must raise, from the program's own
-sampling; the options are compared with each other where mathematics says they agree; exported weights are scored by
-plain transformers against the program's `score`.
-It does not show: that a gradient is right to rounding (see `lifetimes/`, `rl/`), or learning on real text.
+Why this shows it: the reward is a simple function that any policy gradient must raise, from the program's
+own sampling; the options are compared with each other where mathematics says they agree; exported weights
+are scored by plain transformers against the program's `score`.
+It does not show: that a gradient is right to rounding (see `lifetimes/`, `rl/`), or learning on real
+text.
 """
 
 from __future__ import annotations
@@ -130,8 +132,8 @@ def test_in_worlds(world: World, runs: Runs) -> None:
     for name in IN_WORLDS:
         ours, theirs = runs.metrics(f"{name}-{world.name}"), runs.metrics(name)
         require_continuous(ours, 2)
-        # Adam's first step has nearly the size lr wherever the gradient is not 0, be it mere rounding: after it the
-        # runs agree less closely.
+        # Adam's first step has nearly the size lr wherever the gradient is not 0, be it mere rounding: after
+        # it the runs agree less closely.
         for mine, other, near in zip(ours, theirs, (1e-4, 2e-2), strict=True):
             for metric in ("reward/mean", "optimizer/grad_norm", "loss/policy", "loss/kl", "policy/entropy"):
                 assert mine[metric] == pytest.approx(other[metric], rel=near, abs=near / 10), (name, metric)

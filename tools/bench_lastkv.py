@@ -1,0 +1,104 @@
+"""LastKV against full attention: the same weights and sizes, interleaved in one run.
+
+    python tools/bench_lastkv.py
+    python tools/bench_lastkv.py --layers 16 --prompt 16384 --chunk-size 512
+
+Measures capture, sampling and the gradient of one window under each contract, resident bytes after capture and peak
+saved-for-backward bytes, and prints them with their ratio to full attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench_common import MIB, add_model_arguments, run_window, trajectories, write_model
+
+from megatron_lrl.config import load_config
+from megatron_lrl.runtime import Layout, runtime_scope
+
+if TYPE_CHECKING:
+    from megatron_lrl.lifetimes.run import Run
+
+CONTRACTS = ("response_only", "exact")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", type=int, default=4096, metavar="P", help="prompt tokens (default 4096)")
+    parser.add_argument("--response", type=int, default=64, metavar="R", help="response tokens (default 64)")
+    parser.add_argument("--group", type=int, default=8, metavar="G", help="responses (default 8)")
+    parser.add_argument("--chunk-size", type=int, default=512, metavar="C", help="LastKV chunk (default 512)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="rounds; medians are shown (default 3)"
+    )
+    return parser.parse_args()
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure(run: Run, options: argparse.Namespace, found: dict[str, list[float]]) -> None:
+    """One round of everything on one run."""
+    from megatron_lrl.rl.rollout import Sampler
+
+    prompt, responses = trajectories(options.vocab, options.prompt, options.response, options.group)
+    with run.update_window() as window:
+        group = window.prompt_group("g", prompt, "response_only")
+        found.setdefault("capture, s", []).append(timed(group.capture))
+        found.setdefault("resident, MiB", []).append(run.ledger.live["group"] / MIB)
+        sampler = Sampler(run, ())
+        seconds = timed(lambda: sampler.sample(group, options.group, options.response, 0))
+        found.setdefault("sampling, ms per token of the group", []).append(1000 * seconds / options.response)
+    weights = [(-1.0) ** i for i in range(options.group)]
+    for contract in CONTRACTS:
+        seconds = timed(lambda c=contract: run_window(run, prompt, responses, weights, c, 1))
+        found.setdefault(f"window under {contract}, s", []).append(seconds)
+        found.setdefault(f"peak saved under {contract}, MiB", []).append(run.ledger.peak["replay"] / MIB)
+
+
+def main() -> int:
+    options = parse()
+    kinds = ("full", "lastkv")
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    with tempfile.TemporaryDirectory() as name, runtime_scope(Layout()) as runtime, ExitStack() as open_runs:
+        from megatron_lrl.lifetimes.run import open_run
+
+        folder = Path(name)
+        write_model(folder / "hf", options, options.prompt + options.response)
+        (folder / "bench.toml").write_text("")
+        settings = [f"model.hf={folder / 'hf'}", f"prefix.chunk_size={options.chunk_size}"]
+        runs = {}
+        for kind in kinds:
+            extra = [f"model.attention={kind}", f"lastkv.chunk_size={options.chunk_size}"]
+            config = load_config(folder / "bench.toml", [*settings, *extra])
+            runs[kind] = open_runs.enter_context(open_run(config, runtime, gradients=True))
+        for kind in kinds:  # what loads lazily
+            measure(runs[kind], argparse.Namespace(**{**vars(options), "prompt": 64, "response": 4}), {})
+        for _ in range(options.repeats):
+            for kind in kinds:
+                measure(runs[kind], options, found[kind])
+    print(f"P = {options.prompt}, R = {options.response}, G = {options.group}, C = {options.chunk_size}, "
+          f"{options.layers} layers, hidden {options.hidden}, float32, medians of {options.repeats}")  # fmt: skip
+    print(f"{'':42s}{'full':>12s}{'lastkv':>12s}{'ratio':>9s}")
+    for name in found["full"]:
+        full, lastkv = (statistics.median(found[kind][name]) for kind in kinds)
+        print(f"{name:42s}{full:12.3f}{lastkv:12.3f}{lastkv / full:9.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
