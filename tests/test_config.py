@@ -47,9 +47,28 @@ def test_every_documented_key_is_read(write) -> None:
             model = { hf = "DIR", dtype = "bfloat16", attention = "lastkv" }
             lastkv = { chunk_size = 64, blend = false, gate_init = 0.25 }
             parallel = { tp = 2, cp = 3, pp = 4, ep = 1 }
-            prefix = { contract = "truncated", chunk_size = 7, truncate_tokens = 11, max_staleness = 0 }
-            replay = { concurrent = 2, logits_chunk = 5, check_poison = true }
-            rollout = { group_size = 3, max_new_tokens = 9, temperature = 0.5, top_p = 0.9, seed = 13 }
+            [prefix]
+            contract = "truncated"
+            chunk_size = 7
+            truncate_tokens = 11
+            max_staleness = 0
+            measure_omitted_every = 4
+            keep_graph_bytes = 0
+            [lm]
+            data = "d.jsonl"
+            text_key = "body"
+            sequence_length = 99
+            sequences_per_update = 3
+            [replay]
+            concurrent = 2
+            logits_chunk = 5
+            check_poison = true
+            [rollout]
+            group_size = 3
+            max_new_tokens = 9
+            temperature = 0.5
+            top_p = 0.9
+            seed = 13
             [loss]
             advantage = "rloo"
             clip_low = 0.1
@@ -67,6 +86,7 @@ def test_every_documented_key_is_read(write) -> None:
             decay = "cosine"
             min_lr = 1e-6
             [train]
+            objective = "lm"
             updates = 4
             groups_per_update = 6
             save_every = 0
@@ -99,6 +119,14 @@ def test_every_documented_key_is_read(write) -> None:
         "chunk_size": 7,
         "truncate_tokens": 11,
         "max_staleness": 0,
+        "measure_omitted_every": 4,
+        "keep_graph_bytes": 0,
+    }
+    assert config.lm.model_dump() == {
+        "data": "d.jsonl",
+        "text_key": "body",
+        "sequence_length": 99,
+        "sequences_per_update": 3,
     }
     assert config.replay.model_dump() == {"concurrent": 2, "logits_chunk": 5, "check_poison": True}
     assert config.rollout.model_dump() == {
@@ -127,6 +155,7 @@ def test_every_documented_key_is_read(write) -> None:
         "min_lr": 1e-6,
     }
     assert config.train.model_dump() == {
+        "objective": "lm",
         "updates": 4,
         "groups_per_update": 6,
         "save_every": 0,
@@ -157,7 +186,10 @@ def test_defaults_are_those_of_the_design(write) -> None:
         "chunk_size": 2048,
         "truncate_tokens": 8192,
         "max_staleness": 0,
+        "measure_omitted_every": 0,
+        "keep_graph_bytes": 0,
     }
+    assert (config.train.objective, config.lm.data, config.lm.sequence_length) == ("grpo", None, 2048)
     assert (config.train.window_attempts, config.train.on_nonfinite) == (2, "stop")
     assert (config.replay.concurrent, config.replay.logits_chunk) == (1, 1024)
     assert config.rollout.model_dump() == {
@@ -212,7 +244,7 @@ def test_an_override_of_the_model_replaces_the_other_source(write) -> None:
         ("train.update=3", ["unknown key train.update", "did you mean train.updates?"]),
         ("trian.updates=3", ["unknown key trian", "did you mean train?"]),
         ("train.lr=3", ["unknown key train.lr", "did you mean optimizer.lr?"]),
-        ("train.zzz=3", ["unknown key train.zzz", "valid: updates, groups_per_update"]),
+        ("train.zzz=3", ["unknown key train.zzz", "valid: objective, updates, groups_per_update"]),
         ("train.updates=x", ["train.updates", "integer >= 1", "'x' (str)"]),
         ("train.updates=1.0", ["train.updates", "integer >= 1", "1.0 (float)"]),
         ("train.updates=true", ["train.updates", "integer >= 1", "True (bool)"]),
@@ -235,7 +267,7 @@ def test_an_override_of_the_model_replaces_the_other_source(write) -> None:
         ("rollout.temperature=0", ["rollout.temperature", "number > 0"]),
         ("rollout.top_p=0", ["rollout.top_p", "> 0 and <= 1"]),
         ("parallel.sequence_parallel=true", ["parallel.sequence_parallel", "parallel.tp > 1"]),
-        ("train.minibatches=2", ["unknown key train.minibatches", "valid: updates, groups_per_update"]),
+        ("train.minibatches=2", ["unknown key train.minibatches", "valid: objective, updates, groups_per_update"]),
         ("data.reward=exact_match", ["data.reward", '"module:function"']),
         ("data.reward_args=3", ["data.reward_args", "table"]),
         ("lastkv.gate_init=1", ["lastkv.gate_init", "> 0 and < 1"]),

@@ -20,7 +20,12 @@ from megatron_lrl.rl.rewards import load_reward
 from megatron_lrl.rl.types import Prompt
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-WORLDS = {"quickstart/config.toml": 2, "qwen3/config.toml": 8}
+WORLDS = {
+    "quickstart/config.toml": 2,
+    "qwen3/config.toml": 8,
+    "lastkv/uptrain.toml": 1,
+    "lastkv/grpo.toml": 1,
+}
 
 
 class Tokenizer:

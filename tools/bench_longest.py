@@ -22,7 +22,7 @@ from bench_common import resident_set
 from megatron_lrl.errors import UserError
 
 GIB = 2**30
-FIRST, MARGIN = 1024, 0.03  # smallest P that is tried; the search ends when its bracket is this narrow
+FIRST, MARGIN = 256, 0.03  # smallest P that is tried; the search ends when its bracket is this narrow
 POLL_SECONDS = 0.1
 
 
@@ -81,8 +81,14 @@ class Search:
 def probe(options: argparse.Namespace, contract: str, prompt: int, budget: float) -> Probe:
     """One window in a process of its own. Raises `UserError` if that process fails for another reason than memory."""
     shape = {
-        **vars(options), "contracts": [contract], "prompt": [prompt], "repeats": 1, "longest": None, "plot": None
-    }  # fmt: skip
+        **vars(options),
+        "contracts": [contract],
+        "prompt": [prompt],
+        "repeats": 1,
+        "longest": None,
+        "plot": None,
+    }
+    shape |= {key: shape[key][:1] for key in ("response", "group", "concurrent")}
     start = time.monotonic()
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, os.path.abspath(__file__), json.dumps(shape)]
@@ -123,14 +129,14 @@ def search(options: argparse.Namespace, contract: str) -> Search:
 
 
 def longest(options: argparse.Namespace) -> int:
-    """Search both contracts and print their limits and the ratio. Returns the exit status."""
+    """Search each contract and print the limits, and exact's against conventional's. Returns the exit status."""
     if resident_set("VmHWM") is None:
         print(
             "error: --longest reads a process's memory from /proc, which this system lacks", file=sys.stderr
         )
         return 2
     try:
-        found = {contract: search(options, contract) for contract in ("conventional", "exact")}
+        found = {contract: search(options, contract) for contract in options.contracts}
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -151,7 +157,7 @@ def longest(options: argparse.Namespace) -> int:
         elif (guess := result.predicted(budget)) is not None:
             line += f"; NOT the limit: the search ran out of time, its line reaches the budget at {guess:.0f}"
         print(line)
-    if len(limits) == 2:
+    if {"conventional", "exact"} <= limits.keys():
         bound = ">= " if found["exact"].over is None else ""
         print(f"  ratio          {bound}{limits['exact'] / limits['conventional']:.1f} (measured prompts)")
     return 0

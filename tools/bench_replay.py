@@ -76,8 +76,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--longest", type=float, metavar="GIB",
-        help="instead of the table: the longest prompt whose window fits this process memory, under conventional "
-        "and exact, for the first R, G and K (one rank, Linux)",
+        help="instead of the table: the longest prompt whose window fits this process memory, under each of "
+        "--contracts, for the first R, G and K (one rank, Linux)",
     )  # fmt: skip
     parser.add_argument(
         "--probe-seconds", type=float, default=300, metavar="S",

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 from pathlib import Path
-
 from pydoc_data.topics import topics
 
 
