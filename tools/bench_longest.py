@@ -1,8 +1,9 @@
 """The longest prompt whose window fits a budget of process memory, by contract: `bench_replay.py --longest GIB`.
 
-Each probe is one window in a process of its own, watched from outside and ended when its resident set passes the
-budget. What is reported as measured was run within the budget. The peak grows linearly with P, so probes that fit also
-predict the next one: four times the prompt until the limit is near, then by the line through the two largest that did.
+Each probe is one window in a process of its own, which reports the peak of its resident set during that window; it is
+watched from outside and ended when far past the budget. What is reported as measured was run within the budget. The
+peak grows linearly with P, so probes that fit predict the next one: four times the prompt until the limit is near, then
+by the line through the two longest that fitted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from bench_common import resident_set
 from megatron_lrl.errors import UserError
 
 GIB = 2**30
-FIRST, MARGIN = 256, 0.03  # smallest P that is tried; the search ends when its bracket is this narrow
+FIRST, MARGIN = 1024, 0.03  # smallest P that is tried; the search ends when its bracket is this narrow
 POLL_SECONDS = 0.1
+START_SLACK = 256 * 2**20
+"""Bytes past the budget that end a probe early: loading may take more than a window, whose own peak decides."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def probe(options: argparse.Namespace, contract: str, prompt: int, budget: float
         try:
             while child.poll() is None:
                 seconds = time.monotonic() - start
-                over = (resident_set("VmHWM", child.pid) or 0) > budget
+                over = (resident_set("VmRSS", child.pid) or 0) > budget + START_SLACK
                 if over or seconds > options.probe_seconds:
                     return Probe(prompt, None, seconds, late=not over)
                 time.sleep(POLL_SECONDS)

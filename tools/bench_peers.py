@@ -36,7 +36,7 @@ from megatron_lrl.runtime import Layout, Runtime, runtime_scope
 
 PINNED = "prefix-grouper==0.0.1.post1"
 TOLERANCE = 1e-4  # relative L2 over all parameters, float32
-METHODS = ("transformers", "prefix-grouper", "exact", "exact, kept graphs")
+METHODS = ("transformers", "prefix-grouper", "exact", "exact-kept")
 _HF_ATTENTION = "prefix_grouper_sdpa"
 
 Gradients = Mapping[str, Tensor]
@@ -151,7 +151,7 @@ def opened(
 ) -> Iterator[tuple[Work, Callable[[], Gradients]]]:
     """The work of a method, and its gradients under Hugging Face names."""
     if method.startswith("exact"):
-        keep = options.keep_mib * MIB if method == METHODS[3] else 0
+        keep = options.keep_mib * MIB if method == METHODS[-1] else 0
         (folder / "bench.toml").write_text("")
         settings = [
             f"model.hf={folder / 'hf'}",
