@@ -75,10 +75,10 @@ class Search:
             target = guess * (1 - MARGIN / 3)  # just below the line: expected to fit
         else:
             target = low * (1 + MARGIN)  # the line is reached: show that it ends here
-        if self.over is not None and not low < target < self.over:
-            target = (low + self.over) / 2
         prompt = max(low + 32, round(target / 32) * 32)
-        return prompt if self.over is None or prompt < self.over else None
+        if self.over is not None and prompt >= self.over:
+            prompt = (low + self.over) // 64 * 32  # halfway: more than one step lies between
+        return prompt
 
 
 def probe(options: argparse.Namespace, contract: str, prompt: int, budget: float) -> Probe:

@@ -298,6 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"prefix-grouper is not installed: its row is left out (pip install --no-deps {PINNED})",
                 flush=True,
             )
+    if not methods:
+        print("error: nothing left to measure", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as name:
         folder = Path(name)
         write_model(folder / "hf", options, options.prompt + options.response)
