@@ -157,6 +157,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of modules that were not compiled at install
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     for name in ("megatron", "torch.distributed", "torch.utils.cpp_extension", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
