@@ -87,6 +87,10 @@ def check_train(config: Config) -> None:
             'model.dtype = "float64" is for score and grad; the optimizer works in float32; '
             'valid for train: "float32", "bfloat16"'
         )
+    if config.replay.use_recorded_routing and not config.rollout.record_routing:
+        raise UserError(
+            "replay.use_recorded_routing = true: train samples its responses, so it needs rollout.record_routing = true"
+        )
     if not lm and config.rollout.group_size < 2:
         raise UserError(
             f'rollout.group_size = {config.rollout.group_size}: loss.advantage = "{config.loss.advantage}" '
@@ -97,7 +101,9 @@ def check_train(config: Config) -> None:
 # What may change when a run resumes: layout, execution settings that leave results alone, bookkeeping.
 _MAY_CHANGE = (
     "parallel.",
-    "replay.",
+    "replay.concurrent",
+    "replay.logits_chunk",
+    "replay.check_poison",
     "prefix.chunk_size",
     "train.updates",
     "train.save_every",

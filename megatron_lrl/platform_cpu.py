@@ -37,6 +37,8 @@ PATCHED_NAMES = (
     "torch.empty_like",
     "torch.Tensor.cuda",
     "torch.Tensor.type",
+    "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+    "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state",
     "megatron.core.tensor_parallel.random.CheckpointWithoutOutput",
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
@@ -136,6 +138,7 @@ def _patch_torch() -> None:
 
 def _patch_megatron() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as tp_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -161,3 +164,33 @@ def _patch_megatron() -> None:
         return move(tensor, as_numpy=as_numpy, record_stream=record_stream)
 
     dispatcher.maybe_move_tensor_to_cpu = move_to_cpu
+    _patch_uneven_splits(mappings)
+
+
+def _patch_uneven_splits(mappings: Any) -> None:
+    """gloo gathers and reduce-scatters equal parts only; experts under tp send unequal ones. Pad, and cut again."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def padded(part: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(length - part.shape[0], *part.shape[1:])])
+
+    def gather_uneven(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or len(set(output_split_sizes)) == 1:
+            return gather(input_, group, None, use_global_buffer)
+        longest = max(output_split_sizes)
+        parts = gather(padded(input_, longest), group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_uneven(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or len(set(input_split_sizes)) == 1:
+            return reduce_scatter(input_, group, None, use_global_buffer)
+        longest = max(input_split_sizes)
+        parts = torch.cat([padded(part, longest) for part in input_.split(list(input_split_sizes))])
+        return reduce_scatter(parts, group)[: input_split_sizes[group.rank()]]
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven

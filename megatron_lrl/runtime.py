@@ -35,7 +35,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes. ``dp`` follows from the world: world / (tp cp pp)."""
+    """Parallel sizes. ``dp`` follows from the world: world / (tp cp pp).
+
+    ``ep`` cuts no replica smaller: a stage's experts are spread over ep of its cp and dp ranks, cp first.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -132,6 +135,10 @@ class Runtime(World):
     @property
     def dp_rank(self) -> int:
         return self.groups.dp.rank()
+
+    @property
+    def ep_rank(self) -> int:
+        return self.groups.ep.rank()
 
     @property
     def is_replica_leader(self) -> bool:
@@ -239,8 +246,9 @@ def check_world(layout: Layout, world_size: int) -> None:
     if world_size % experts:
         raise UserError(
             f"parallel.tp = {layout.tp}, parallel.pp = {layout.pp}, parallel.ep = {layout.ep} need a "
-            f"multiple of {experts} ranks, but the world has {world_size}; "
-            "valid for dense models: parallel.ep = 1"
+            f"multiple of {experts} ranks, but the world has {world_size}: experts are spread over the ranks of "
+            f"parallel.cp and data parallelism, here {world_size // (layout.tp * layout.pp)}; parallel.ep must divide "
+            "that (1 for dense models)"
         )
 
 

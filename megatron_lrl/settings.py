@@ -100,6 +100,12 @@ class PrefixTable(Table):
         "the exact sweep; full attention and parallel.pp = 1; execution only, never changes results",
         ge=0,
     )
+    snapshot_bytes: int = _key(
+        0,
+        "bytes per rank for snapshots of recurrent states (Gated DeltaNet), of which the exact sweep wants one per "
+        "captured chunk: with fewer, chunks between snapshots run forward once more; 0 = no limit; execution only",
+        ge=0,
+    )
 
     @model_validator(mode="after")
     def _stale_prefixes_are_constant(self) -> PrefixTable:
@@ -117,6 +123,11 @@ class ReplayTable(Table):
     concurrent: int = _key(1, "K, responses replayed at once; a group with fewer replays all of them", ge=1)
     logits_chunk: int = _key(1024, "response tokens whose logits exist at once", ge=1)
     check_poison: bool = _key(False, "fill freed state with NaN, so that a stale read fails loudly")
+    use_recorded_routing: bool = _key(
+        False,
+        "score and replay with the experts and weights recorded with each response; gradients reach the current "
+        "router through its own scores. Needs responses with a record (rollout.record_routing)",
+    )
 
 
 class RolloutTable(Table):
@@ -133,6 +144,28 @@ class RolloutTable(Table):
         1.0, "nucleus sampling; below 1 the sampler's distribution differs from the policy's", gt=0, le=1
     )
     seed: int = _key(0, "seed of the sampler", ge=0)
+    record_routing: bool = _key(
+        False,
+        "record the experts and weights of every response token and layer with the response; replay then measures how "
+        "often the trainer routes differently (routing/*)",
+    )
+
+
+class MoETable(Table):
+    """Balancing of experts. Routing is part of the policy, so both are off unless asked for."""
+
+    router_bias_update_rate: float = _key(
+        0.0,
+        "step of the routers' bias with each update, towards an even load of the window's response tokens; models with "
+        "such a bias (GLM-4.5 to 4.7). 0 = the bias stays",
+        ge=0,
+    )
+    aux_loss_coef: float = _key(
+        0.0,
+        "weight of the sequence-wise load-balancing loss (mean over the window's responses, sum over layers) that is "
+        "added to the gradient. 0 = none",
+        ge=0,
+    )
 
 
 class LossTable(Table):
@@ -263,6 +296,7 @@ class Config(Table):
     prefix: PrefixTable = Field(default_factory=PrefixTable)
     replay: ReplayTable = Field(default_factory=ReplayTable)
     rollout: RolloutTable = Field(default_factory=RolloutTable)
+    moe: MoETable = Field(default_factory=MoETable)
     loss: LossTable = Field(default_factory=LossTable)
     optimizer: OptimizerTable = Field(default_factory=OptimizerTable)
     train: TrainTable = Field(default_factory=TrainTable)

@@ -19,13 +19,14 @@ PACKAGE = ROOT / "megatron_lrl"
 LONGEST = 400
 
 LEAVES = {"errors", "settings", "config", "runtime", "platform_cpu", "tracking"}
-PRIMITIVES = {"attention", "state", "lastkv"}
+PRIMITIVES = {"attention", "recurrent", "state", "lastkv"}
 
 # Room -> the rooms it may import, besides itself and the leaves.
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "": set(),  # megatron_lrl/__init__.py
     "attention": set(),
+    "recurrent": set(),
     "state": {"attention"},
     "lastkv": {"attention", "state"},
     "models": PRIMITIVES,

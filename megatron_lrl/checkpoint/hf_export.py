@@ -1,35 +1,52 @@
-"""Model parameters or gradients -> Hugging Face tensors, gathered over tp and pp one at a time; and
-`export`."""
+"""Model parameters or gradients -> Hugging Face tensors, gathered over tp, ep and pp one at a time; and `export`.
+
+A stage's replicas (dp x cp) hold the same weights, except that its first `ep` replicas share the experts between
+them. The first replica takes part in every gather, the others of the first `ep` in those of their experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_lrl.checkpoint import publish
-from megatron_lrl.checkpoint.binding import bind
+from megatron_lrl.checkpoint.binding import bind, expert_owner, unwrap
+from megatron_lrl.checkpoint.carried import stored_tensors
+from megatron_lrl.checkpoint.hf_import import ep_place
 from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
 from megatron_lrl.checkpoint.safetensors_io import FileLayout
-from megatron_lrl.checkpoint.safetensors_writer import write_directory, write_file
-from megatron_lrl.checkpoint.table import HF_EMBEDDING, HF_HEAD, Entry, conversion_table
-from megatron_lrl.checkpoint.weights import load_weights
+from megatron_lrl.checkpoint.safetensors_writer import Part, write_directory, write_file
+from megatron_lrl.checkpoint.streaming import StreamedWeights, build_meta_model
+from megatron_lrl.checkpoint.table import (
+    HF_HEAD,
+    Entry,
+    conversion_table,
+    embedding_name,
+    holds_packed_experts,
+    stored_shapes,
+)
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.build import build_model, check_layout
+from megatron_lrl.models.build import check_layout
 from megatron_lrl.models.hf_config import Architecture, describe_rope
 from megatron_lrl.runtime import DTYPES, Runtime
 
-Get = Callable[[torch.nn.Parameter], torch.Tensor]
+Get = Callable[[torch.Tensor], torch.Tensor]
+
+# Sent ahead of a tensor, by its place in this list: only the sender knows what it is going to send.
+_SENT = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
 
-def parameter_value(parameter: torch.nn.Parameter) -> torch.Tensor:
+def parameter_value(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter itself: what `export` gathers."""
     return parameter.detach()
 
 
-def parameter_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+def parameter_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """The accumulated gradient: `main_grad` under Megatron's DDP, `grad` otherwise, zeros without either."""
     gradient = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if gradient is None else gradient
@@ -41,26 +58,62 @@ def gather_hf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors with Hugging Face names, in table order, on world rank 0; other ranks get nothing.
 
-    Collective over the tp and pp groups of the first data- and context-parallel replica: every rank must
-    exhaust the iterator. `get` chooses what is gathered and must be equal on all replicas (reduce gradients
-    first). A tied embedding comes once, from the first stage.
+    Collective over the world: every rank must exhaust the iterator. `get` chooses what is gathered and must be equal
+    on all replicas (reduce gradients first); it is called for one parameter at a time. A tied embedding comes once,
+    from the first stage. Experts are packed by layer where the files that the model was loaded from had them so.
     """
-    if runtime.dp_rank or runtime.cp_rank:
+    held: dict[str, list[torch.Tensor]] = {}
+    for name, tensor, part in gather_hf_parts(model, arch, runtime, get):
+        if part is None:
+            yield name, tensor
+            continue
+        held.setdefault(name, []).append(tensor)
+        if arch.moe is not None and len(held[name]) == arch.moe.num_experts:
+            yield name, torch.stack(held.pop(name))
+
+
+def gather_hf_parts(
+    model: torch.nn.Module,
+    arch: Architecture,
+    runtime: Runtime,
+    get: Get = parameter_value,
+    packed: bool | None = None,
+    buffers: bool = True,
+    fresh: bool = False,
+) -> Iterator[Part]:
+    """As `gather_hf_tensors`, but packed experts come one by one, in their order.
+
+    `packed`: None for the form of the files that the model was loaded from; `buffers`: with weights that are not
+    trained; `fresh`: what `get` returns is nobody else's, so that it need not be copied.
+    """
+    ep_rank, ep_size = ep_place(runtime)
+    replica = runtime.groups.expt_dp.rank() if ep_size > 1 else runtime.groups.dp_cp.rank()
+    if replica:
         return
-    binding = bind(model, arch)
-    local = {entry.name: get(parameter) for entry, parameter in binding.pairs}
-    dtypes: list[dict[str, torch.dtype]] = runtime.gather_objects(
-        {name: tensor.dtype for name, tensor in local.items()}, runtime.groups.pp
-    )
+    if packed is None:
+        packed = bool(getattr(unwrap(model), "packed_experts", False))
+    binding = bind(model, arch, (ep_rank, ep_size), packed)
+    local = {entry.name: parameter for entry, parameter in binding.pairs}
+    held = {entry.layer if entry.layer is not None else entry.name for entry, _ in binding.pairs}
+    stages = runtime.gather_objects(held, runtime.groups.pp)
     for entry in binding.entries:
-        stage = next(stage for stage, names in enumerate(dtypes) if entry.name in names)
-        tensors = _join_shards(entry, local[entry.name], runtime) if stage == runtime.pp_rank else None
+        if entry.buffer and not buffers:
+            continue
+        place = entry.layer if entry.layer is not None else entry.name
+        stage = next(stage for stage, names in enumerate(stages) if place in names)
+        owner = expert_owner(entry, arch, ep_size)
+        tensors = None
+        if (stage, owner) == (runtime.pp_rank, ep_rank):
+            tensors = _join_shards(entry, get(local[entry.name]), runtime, fresh)
         if runtime.tp_rank:
             continue
-        if stage != 0:
-            tensors = _move_to_first_stage(entry, tensors, dtypes[stage][entry.name], stage, runtime)
+        if stage == runtime.pp_rank:
+            tensors = _move(entry, tensors, owner, ep_rank, runtime.groups.ep, runtime)
+        if ep_rank == 0:
+            tensors = _move(entry, tensors, stage, runtime.pp_rank, runtime.groups.pp, runtime)
         if runtime.is_main and tensors is not None:
-            yield from zip(entry.hf_names, tensors, strict=True)
+            for name in entry.hf_names:
+                yield Part(name, tensors.pop(0), entry.part)  # nothing here outlives its use
 
 
 def export_checkpoint(ckpt_dir: str | Path, hf_dir: str | Path, runtime: Runtime) -> Architecture:
@@ -80,43 +133,57 @@ def export_checkpoint(ckpt_dir: str | Path, hf_dir: str | Path, runtime: Runtime
     try:
         if runtime.is_main:
             print(describe_rope(arch), flush=True)
-        model = build_model(arch, runtime, DTYPES[manifest.dtype])
-        load_weights(model, ckpt_dir, runtime)
-        write_hf_directory(model, arch, manifest.layout, ckpt_dir / HF_FOLDER, hf_dir, runtime)
+        model = runtime.together(build_meta_model, arch, runtime, DTYPES[manifest.dtype])
+        weights = runtime.together(StreamedWeights, model, ckpt_dir)
+        _write(model, arch, manifest.layout, ckpt_dir / HF_FOLDER, hf_dir, runtime, weights.read)
     finally:
         if runtime.is_main:
             publish.discard(hf_dir)
     return arch
 
 
-def write_hf_directory(
+def _write(
     model: torch.nn.Module,
     arch: Architecture,
     layout: FileLayout,
     carried_from: Path,
     hf_dir: Path,
     runtime: Runtime,
+    get: Get,
 ) -> None:
-    """Gather `model` into the working directory that `publish.prepare` made, and publish it; collective."""
-    tensors = gather_hf_tensors(model, arch, runtime)
+    """Gather into the working directory that `publish.prepare` made, and publish it; collective."""
+    packed = holds_packed_experts((record.name for record in layout.tensors), arch)
+    failure: list[Exception] = []
+
+    def careful(parameter: torch.Tensor) -> torch.Tensor:
+        """A rank that cannot read goes on in lockstep: the others are waiting for what it sends."""
+        if not failure:
+            try:
+                return get(parameter).to(runtime.device)
+            except Exception as error:
+                failure.append(error)
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=runtime.device)
+
+    tensors = gather_hf_parts(model, arch, runtime, careful, packed, fresh=True)
     partial = publish.incomplete_path(hf_dir)
 
     def write() -> None:
-        if not runtime.is_main:
-            for _ in tensors:
-                pass
-            return
-        stored_head = arch.tied and any(record.name == HF_HEAD for record in layout.tensors)
         try:
-            write_directory(partial, layout, _with_tied_head(tensors) if stored_head else tensors)
-        except Exception:
-            for _ in tensors:  # the other ranks are still sending
+            if runtime.is_main:
+                given: Iterator[Any] = tensors
+                if arch.tied and any(record.name == HF_HEAD for record in layout.tensors):
+                    given = _with_tied_head(given, embedding_name(arch))
+                with stored_tensors(carried_from, layout, arch) as carried:
+                    write_directory(partial, layout, chain(carried, given))
+                publish.carry_files(carried_from, partial)
+        finally:
+            for _ in tensors:  # every rank takes part to the end, whatever happened to the files
                 pass
-            raise
-        publish.carry_files(carried_from, partial)
-        publish.publish(hf_dir)
+        if failure:
+            raise failure[0]
 
     runtime.together(write)
+    runtime.together(lambda: publish.publish(hf_dir) if runtime.is_main else None)
 
 
 def write_hf_file(
@@ -132,12 +199,10 @@ def write_hf_file(
 
     The file is replaced as a whole on rank 0. Raises UserError when it cannot be written.
     """
-    tensors = gather_hf_tensors(model, arch, runtime, get)
-    shapes = {
-        name: (dtype, shape)
-        for entry in conversion_table(arch)
-        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
-    }
+    packed = bool(getattr(unwrap(model), "packed_experts", False))
+    tensors = gather_hf_parts(model, arch, runtime, get, packed, buffers=False)
+    trained = (entry for entry in conversion_table(arch, packed) if not entry.buffer)
+    shapes = {name: (dtype, shape) for name, shape in stored_shapes(trained).items()}
 
     def write() -> None:
         try:
@@ -152,37 +217,50 @@ def write_hf_file(
     runtime.together(write)
 
 
-def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _with_tied_head(tensors: Iterator[Part], embedding: str) -> Iterator[Part]:
     """Give a tied embedding a second time under the head's name, as the source stored it."""
-    for name, tensor in tensors:
-        yield name, tensor
-        if name == HF_EMBEDDING:
-            yield HF_HEAD, tensor
+    for given in tensors:
+        yield given
+        if given.name == embedding:
+            yield given._replace(name=HF_HEAD)
+        del given
 
 
-def _join_shards(entry: Entry, shard: torch.Tensor, runtime: Runtime) -> list[torch.Tensor] | None:
+def _join_shards(
+    entry: Entry, shard: torch.Tensor, runtime: Runtime, fresh: bool
+) -> list[torch.Tensor] | None:
     """The entry's Hugging Face tensors on tp rank 0, None elsewhere; collective over tp."""
     group, size = runtime.groups.tp, runtime.layout.tp
     shard = shard.contiguous()
     if size == 1 or entry.op.replicated:
-        return None if runtime.tp_rank else entry.op.from_shards([shard] * size, entry.hf_shapes)
+        return None if runtime.tp_rank else entry.op.from_shards([shard] * size, entry.hf_shapes, copy=not fresh)
     shards = [torch.empty_like(shard) for _ in range(size)] if runtime.tp_rank == 0 else None
     dist.gather(shard, shards, dst=dist.get_global_rank(group, 0), group=group)
     return None if shards is None else entry.op.from_shards(shards, entry.hf_shapes)
 
 
-def _move_to_first_stage(
-    entry: Entry, tensors: list[torch.Tensor] | None, dtype: torch.dtype, stage: int, runtime: Runtime
+def _move(
+    entry: Entry, tensors: list[torch.Tensor] | None, owner: int, rank: int, group: Any, runtime: Runtime
 ) -> list[torch.Tensor] | None:
-    """Send from the owning stage to the first one, both on tp rank 0; None on every stage but the first."""
-    group = runtime.groups.pp
-    if tensors is not None:
-        for tensor in tensors:
-            dist.send(tensor, dst=dist.get_global_rank(group, 0), group=group)
+    """Send an entry's tensors from rank `owner` of a group to its rank 0; None on all others.
+
+    `rank`: this rank's place in the group. Only owner and rank 0 take part.
+    """
+    if owner == 0:
+        return tensors if rank == 0 else None
+    if rank == owner:
+        assert tensors is not None
+        first = dist.get_global_rank(group, 0)
+        code = torch.tensor(_SENT.index(tensors[0].dtype), device=runtime.device)
+        for sent in (code, *tensors):
+            dist.send(sent.contiguous(), dst=first, group=group)
+    if rank:
         return None
-    if runtime.pp_rank:
-        return None
+    sender = dist.get_global_rank(group, owner)
+    code = torch.zeros((), dtype=torch.int64, device=runtime.device)
+    dist.recv(code, src=sender, group=group)
+    dtype = _SENT[int(code)]
     received = [torch.empty(shape, dtype=dtype, device=runtime.device) for shape in entry.hf_shapes]
     for tensor in received:
-        dist.recv(tensor, src=dist.get_global_rank(group, stage), group=group)
+        dist.recv(tensor, src=sender, group=group)
     return received

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import json
-from functools import reduce
 from pathlib import Path
 
 import torch
 
 from megatron_lrl.checkpoint import publish
-from megatron_lrl.checkpoint.binding import bind
-from megatron_lrl.checkpoint.lastkv import DEFAULT_GATE_INIT, converted, has_gates, initialise_gates
+from megatron_lrl.checkpoint.binding import Binding, bind, unwrap
+from megatron_lrl.checkpoint.lastkv import (
+    DEFAULT_GATE_INIT,
+    converted,
+    gate_logit,
+    has_gates,
+    initialise_gates,
+)
 from megatron_lrl.checkpoint.manifest import (
     Manifest,
     check_same_model,
     read_manifest,
     write_manifest,
 )
-from megatron_lrl.checkpoint.ops import Op
-from megatron_lrl.checkpoint.safetensors_io import DTYPES, SafetensorsReader
-from megatron_lrl.checkpoint.table import (
-    HF_EMBEDDING,
-    HF_HEAD,
-    Entry,
-    check_names,
-    conversion_table,
-    is_gate,
-    is_recomputed,
-)
-from megatron_lrl.checkpoint.weights import load_weights, save_weights
+from megatron_lrl.checkpoint.safetensors_io import SafetensorsReader
+from megatron_lrl.checkpoint.sources import Sources
+from megatron_lrl.checkpoint.streaming import build_meta_model, save_streamed
+from megatron_lrl.checkpoint.table import EMBEDDING, Entry, holds_packed_experts, is_gate
+from megatron_lrl.checkpoint.weights import load_weights
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.build import build_model, check_layout
+from megatron_lrl.models.build import check_layout
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
 from megatron_lrl.runtime import DTYPES as RUN_DTYPES
 from megatron_lrl.runtime import Runtime
-
-_COMPARED_ROWS = 4096  # rows of embedding and head held at once while comparing them
 
 
 def load_hf_weights(
@@ -61,10 +57,11 @@ def load_hf_weights(
             gate_init, stored = None, arch
         else:
             stored = arch.with_lastkv(None)
-        runtime.together(check_sources, reader, stored, compare_tied_head=runtime.is_main)
-        runtime.together(_fill, model, arch, reader, runtime, skip_gates=gate_init is not None)
+        sources = runtime.together(_checked_sources, reader, stored, runtime)
+        runtime.together(_fill, model, arch, sources, runtime, skip_gates=gate_init is not None)
         if gate_init is not None:
-            runtime.together(initialise_gates, model, gate_init, source_dtype(reader))
+            runtime.together(initialise_gates, model, gate_init, sources.dtype())
+        unwrap(model).packed_experts = sources.packed
 
 
 def load_checkpoint_weights(
@@ -89,6 +86,7 @@ def load_checkpoint_weights(
         runtime.together(check_same_model, arch.with_lastkv(None), manifest, ckpt_dir)
         load_weights(model, ckpt_dir, runtime, skip=is_gate)
         runtime.together(initialise_gates, model, gate_init, manifest.dtype)
+    unwrap(model).packed_experts = holds_packed_experts((t.name for t in manifest.layout.tensors), arch)
     return manifest
 
 
@@ -125,12 +123,10 @@ def import_checkpoint(
     try:
         if runtime.is_main:
             print(describe_rope(arch), flush=True)
-        model = build_model(arch, runtime, RUN_DTYPES[manifest.dtype])
         new_gates = None if lastkv is None else DEFAULT_GATE_INIT if gate_init is None else gate_init
-        load_hf_weights(model, arch, hf_dir, runtime, new_gates)
         partial = publish.incomplete_path(ckpt_dir)
-        save_weights(model, partial, runtime)
-        runtime.together(lambda: write_manifest(partial, manifest, hf_dir) if runtime.is_main else None)
+        _stream(arch, stored, manifest, hf_dir, partial, runtime, new_gates)
+        runtime.together(lambda: write_manifest(partial, manifest, hf_dir, arch) if runtime.is_main else None)
         runtime.together(lambda: publish.publish(ckpt_dir) if runtime.is_main else None)
     finally:
         if runtime.is_main:
@@ -155,82 +151,78 @@ def _check_conversion(
         )
 
 
-def check_sources(reader: SafetensorsReader, arch: Architecture, compare_tied_head: bool = True) -> None:
-    """Hold names, shapes and dtypes against the conversion table; UserError names file and tensor."""
-    entries = conversion_table(arch)
-    check_names(entries, (record.name for record in reader.layout.tensors), arch, str(reader.directory))
-    for entry in entries:
-        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
-            _check_tensor(reader, name, shape)
-    if arch.tied and HF_HEAD in reader:
-        _check_tensor(reader, HF_HEAD, torch.Size((arch.vocab_size, arch.hidden_size)))
-        if compare_tied_head:
-            _compare_tied_head(reader, arch.vocab_size)
-
-
 def source_manifest(hf_dir: str | Path, arch: Architecture) -> Manifest:
-    """The manifest of a Hugging Face directory, from its headers. Raises UserError as `check_sources`.
+    """The manifest of a Hugging Face directory, from its headers. Raises UserError as `Sources.check`.
 
     A run that starts from the directory and saves checkpoints in another parameter dtype replaces `dtype`.
     """
     with SafetensorsReader(hf_dir) as reader:
-        check_sources(reader, arch, compare_tied_head=False)
-        recomputed = [record.name for record in reader.layout.tensors if is_recomputed(record.name)]
-        return Manifest.of(arch, source_dtype(reader), reader.layout.without(recomputed))
+        sources = Sources(reader, arch)
+        sources.check(compare_tied_head=False)
+        return Manifest.of(arch, sources.dtype(), sources.layout())
 
 
-def source_dtype(reader: SafetensorsReader) -> str:
-    """The narrowest parameter dtype (a key of `runtime.DTYPES`) that holds every source tensor exactly."""
-    records = [r for r in reader.layout.tensors if not is_recomputed(r.name)]
-    wide = reduce(torch.promote_types, (DTYPES[record.dtype] for record in records))
-    if wide == torch.float16:  # models do not compute in float16
-        wide = torch.float32
-    return next(name for name, dtype in RUN_DTYPES.items() if dtype == wide)
+def ep_place(runtime: Runtime) -> tuple[int, int]:
+    """This rank's place among the expert-parallel ranks, and their number: `bind`'s `ep`."""
+    size = runtime.layout.ep
+    return (runtime.groups.ep.rank() if size > 1 else 0), size
 
 
-def _check_tensor(reader: SafetensorsReader, name: str, shape: torch.Size) -> None:
-    record = reader.record(name)
-    if record.dtype not in DTYPES:
-        raise UserError(
-            f"{reader.path(name)}: tensor {name} has dtype {record.dtype}; valid: {', '.join(DTYPES)}"
-        )
-    if record.shape != tuple(shape):
-        raise UserError(
-            f"{reader.path(name)}: tensor {name} has shape {list(record.shape)}; "
-            f"config.json asks for {list(shape)}"
-        )
+def _checked_sources(reader: SafetensorsReader, arch: Architecture, runtime: Runtime) -> Sources:
+    sources = Sources(reader, arch)
+    sources.check(compare_tied_head=runtime.is_main)
+    return sources
 
 
-def _compare_tied_head(reader: SafetensorsReader, vocab: int) -> None:
-    embedding, head = reader.tensor(HF_EMBEDDING), reader.tensor(HF_HEAD)
-    if reader.record(HF_EMBEDDING).dtype == reader.record(HF_HEAD).dtype:
-        chunks = (slice(i, min(i + _COMPARED_ROWS, vocab)) for i in range(0, vocab, _COMPARED_ROWS))
-        if all(torch.equal(embedding[(rows,)], head[(rows,)]) for rows in chunks):
-            return
-    raise UserError(
-        f"{reader.path(HF_HEAD)}: tensor {HF_HEAD} differs from {HF_EMBEDDING}, but config.json says "
-        "tie_word_embeddings = true"
-    )
+def _stream(
+    arch: Architecture,
+    stored: Architecture,
+    manifest: Manifest,
+    hf_dir: Path,
+    partial: Path,
+    runtime: Runtime,
+    new_gates: float | None,
+) -> None:
+    """Write the weights of a directory of model `stored` as those of model `arch`, one parameter at a time."""
+    with runtime.together(SafetensorsReader, hf_dir) as reader:
+        sources = runtime.together(_checked_sources, reader, stored, runtime)
+        if runtime.is_main and sources.widened:
+            print("FP8 weights are widened to bfloat16; `export` writes them so", flush=True)
+        model = runtime.together(build_meta_model, arch, runtime, RUN_DTYPES[manifest.dtype])
+        entries = _by_parameter(bind(model, arch, ep_place(runtime), sources.packed))
+        gate = None
+        if new_gates is not None and stored.lastkv is None:
+            gate = runtime.together(gate_logit, new_gates, sources.dtype())
+
+        def values(parameter: torch.Tensor) -> torch.Tensor:
+            entry = entries[id(parameter)]
+            if gate is not None and is_gate(entry.name):
+                return torch.full(parameter.shape, gate, dtype=parameter.dtype)
+            return sources.shard(entry, runtime.tp_rank, runtime.layout.tp)
+
+        runtime.together(save_streamed, model, partial, runtime, values)
+
+
+def _by_parameter(binding: Binding) -> dict[int, Entry]:
+    """`id` of a parameter -> its entry; a tied head's is the embedding's."""
+    entries = {id(parameter): entry for entry, parameter in binding.pairs}
+    if binding.tied_head is not None:
+        entries[id(binding.tied_head)] = next(e for e in binding.entries if e.name == EMBEDDING)
+    return entries
 
 
 @torch.no_grad()
 def _fill(
-    model: torch.nn.Module, arch: Architecture, reader: SafetensorsReader, runtime: Runtime, skip_gates: bool
+    model: torch.nn.Module, arch: Architecture, sources: Sources, runtime: Runtime, skip_gates: bool
 ) -> None:
-    binding = bind(model, arch)
-    rank, size = runtime.tp_rank, runtime.layout.tp
-    for entry, parameter in binding.pairs:
+    binding = bind(model, arch, ep_place(runtime), sources.packed)
+    entries = _by_parameter(binding)
+    tied = [] if binding.tied_head is None else [binding.tied_head]
+    for parameter in (*(parameter for _, parameter in binding.pairs), *tied):
+        entry = entries[id(parameter)]
         if skip_gates and is_gate(entry.name):
             continue
-        _copy(parameter, entry, reader, rank, size)
-    if binding.tied_head is not None:
-        embedding = next(entry for entry in binding.entries if entry.hf_names == (HF_EMBEDDING,))
-        _copy(binding.tied_head, embedding, reader, rank, size)
-
-
-def _copy(parameter: torch.Tensor, entry: Entry, reader: SafetensorsReader, rank: int, size: int) -> None:
-    op: Op = entry.op
-    shard = op.to_shard([reader.tensor(name) for name in entry.hf_names], rank, size, entry.width)
-    if shard.shape != parameter.shape:
-        raise ValueError(f"{entry.name}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}")
-    parameter.copy_(shard)
+        shard = sources.shard(entry, runtime.tp_rank, runtime.layout.tp)
+        if shard.shape != parameter.shape:
+            raise ValueError(f"{entry.name}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}")
+        parameter.copy_(shard)

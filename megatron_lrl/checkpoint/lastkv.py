@@ -7,13 +7,14 @@ rounded to the source's dtype either way, so both ways give the same model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from megatron_lrl.checkpoint.manifest import Manifest
-from megatron_lrl.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FileLayout, TensorRecord
+from megatron_lrl.checkpoint.safetensors_io import DTYPE_NAMES, FileLayout, TensorRecord
 from megatron_lrl.checkpoint.table import conversion_table, is_gate
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import Architecture
@@ -44,18 +45,28 @@ def initialise_gates(model: torch.nn.Module, gate_init: float, dtype: str) -> No
 
     Raises UserError unless 0 < gate_init < 1.
     """
-    if not 0 < gate_init < 1:
-        raise UserError(f"gate_init = {gate_init:g}: alpha at initialisation must be > 0 and < 1")
-    logit = torch.logit(torch.tensor(gate_init, dtype=torch.float64)).to(RUN_DTYPES[dtype])
+    logit = gate_logit(gate_init, dtype)
     for name, parameter in model.named_parameters():
         if is_gate(name):
-            parameter.fill_(logit.item())
+            parameter.fill_(logit)
+
+
+def gate_logit(gate_init: float, dtype: str) -> float:
+    """logit(`gate_init`) rounded to `dtype` (a key of `RUN_DTYPES`). Raises UserError unless 0 < gate_init < 1."""
+    if not 0 < gate_init < 1:
+        raise UserError(f"gate_init = {gate_init:g}: alpha at initialisation must be > 0 and < 1")
+    return torch.logit(torch.tensor(gate_init, dtype=torch.float64)).to(RUN_DTYPES[dtype]).item()
+
+
+def _output_projection(gate: str) -> str:
+    """The tensor beside which a gate is stored."""
+    return gate.removesuffix("lastkv_gate") + "o_proj.weight"
 
 
 def _with_gates(layout: FileLayout, arch: Architecture, dtype: str) -> FileLayout:
     files = {record.name: record.file for record in layout.tensors}
     gates = [
-        TensorRecord(name, files[f"model.layers.{entry.layer}.self_attn.o_proj.weight"], dtype, tuple(shape))
+        TensorRecord(name, files[_output_projection(name)], dtype, tuple(shape))
         for entry in conversion_table(arch)
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
         if is_gate(name)
@@ -70,7 +81,7 @@ def _with_gates(layout: FileLayout, arch: Architecture, dtype: str) -> FileLayou
     ]
     added = {
         "total_size": sum(gate.nbytes for gate in gates),
-        "total_parameters": len(gates) * arch.num_kv_heads,
+        "total_parameters": sum(math.prod(gate.shape) for gate in gates),
     }
     totals = {
         key: value + added[key] if key in added and isinstance(value, int) else value
@@ -87,7 +98,7 @@ def _aligned(held: list[TensorRecord], gates: Iterable[TensorRecord]) -> list[Te
     gates = list(gates)
     if not gates:
         return held
-    width = DTYPES[gates[0].dtype].itemsize
-    wide = [i for i, record in enumerate(held) if DTYPES[record.dtype].itemsize >= width]
+    width = gates[0].alignment
+    wide = [i for i, record in enumerate(held) if record.alignment >= width]
     place = wide[-1] + 1 if wide else 0
     return [*held[:place], *gates, *held[place:]]

@@ -1,8 +1,8 @@
 """What a Megatron checkpoint says about the Hugging Face model it came from.
 
 A checkpoint directory holds, beside Megatron's own files, `megatron_lrl.json` (this manifest) and `hf/`
-(config.json, tokenizer and the other carried files). Together they let `export` write the same files again,
-and let a load refuse the weights of another model.
+(config.json, tokenizer and the other carried files, and tensors that are no part of the model). Together they let
+`export` write the same files again, and let a load refuse the weights of another model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lrl.checkpoint.carried import carry_tensors
 from megatron_lrl.checkpoint.publish import carry_files
 from megatron_lrl.checkpoint.safetensors_io import FileLayout
 from megatron_lrl.errors import UserError
@@ -44,13 +45,15 @@ class Manifest:
         return cls(arch.fingerprint(), arch.to_dict(), dtype, layout)
 
 
-def write_manifest(directory: Path, manifest: Manifest, carried_from: Path) -> None:
-    """Write the manifest into a checkpoint directory and the carried files of `carried_from` to its `hf/`.
+def write_manifest(directory: Path, manifest: Manifest, carried_from: Path, arch: Architecture) -> None:
+    """Write the manifest into a checkpoint directory, and what is carried along from `carried_from` to its `hf/`.
 
-    The carried config.json gets the key `lastkv` if the model has it and its source did not.
+    `carried_from`: a Hugging Face directory, or the `hf/` of another checkpoint. The carried config.json gets the key
+    `lastkv` if the model has it and its source did not, and loses quantization_config: weights are stored wide.
     """
     carry_files(carried_from, directory / HF_FOLDER)
-    _declare_lastkv(directory / HF_FOLDER / "config.json", manifest.architecture.get("lastkv"))
+    carry_tensors(carried_from, directory / HF_FOLDER, manifest.layout, arch)
+    _adapt_config(directory / HF_FOLDER / "config.json", manifest.architecture.get("lastkv"))
     content = {
         "format_version": FORMAT_VERSION,
         "fingerprint": manifest.fingerprint,
@@ -63,14 +66,17 @@ def write_manifest(directory: Path, manifest: Manifest, carried_from: Path) -> N
     os.replace(partial, directory / MANIFEST_FILE)
 
 
-def _declare_lastkv(config_file: Path, lastkv: Mapping[str, Any] | None) -> None:
+def _adapt_config(config_file: Path, lastkv: Mapping[str, Any] | None) -> None:
     """A file that says already what the model is keeps its bytes."""
-    if lastkv is None:
-        return
-    content = json.loads(config_file.read_text(encoding="utf-8"))
-    if content.get("lastkv") != lastkv:
-        text = json.dumps({**content, "lastkv": lastkv}, indent=2)
-        config_file.write_text(text + "\n", encoding="utf-8")
+    before = json.loads(config_file.read_text(encoding="utf-8"))
+    after = {key: value for key, value in before.items() if key != "quantization_config"}
+    if isinstance(after.get("text_config"), dict):
+        text = after["text_config"]
+        after["text_config"] = {key: text[key] for key in text if key != "quantization_config"}
+    if lastkv is not None:
+        after["lastkv"] = lastkv
+    if after != before:
+        config_file.write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(ckpt_dir: str | Path) -> Manifest:

@@ -79,15 +79,14 @@ def optimizer_step(optimizer: Any, runtime: Runtime) -> int:
 def optimizer_state_dict(model: Any, optimizer: Any, runtime: Runtime) -> dict[str, Any]:
     """Sharded state dict of the optimizer for a save, in host memory; collective.
 
-    The ranks that replicate a parameter (dp and cp) share the work: parameter i is put together on, and
-    written by, replica i mod dp cp, so a rank holds 1/(dp cp) of the state at once.
+    The ranks that replicate a parameter (dp and cp; of experts, those with the same experts) share the work:
+    parameter i is put together on, and written by, replica i modulo their number.
     """
     shards = dict(_named_shards(optimizer))
     sharded = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
-    group = runtime.groups.dp_cp
     found: dict[str, Any] = {}
     for index, (name, parameter, entry) in enumerate(_trained(model)):
-        owner = index % group.size()
+        owner = index % _replicas(parameter, runtime).size()
         is_written = not any(entry.replica_id[:-1])  # norms exist on each tp rank, a tied head on two stages
         for kind in _kinds(parameter):
             whole = _whole(shards.get(parameter), kind, parameter, owner, runtime, sharded)
@@ -173,6 +172,11 @@ def _wide(parameter: torch.Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
+def _replicas(parameter: torch.Tensor, runtime: Runtime) -> Any:
+    """The ranks that hold the same parameter: dp and cp, of which Megatron-Core's mark excepts those of other experts."""
+    return runtime.groups.dp_cp if getattr(parameter, "allreduce", True) else runtime.groups.expt_dp
+
+
 def _initial(parameter: torch.Tensor, kind: str) -> torch.Tensor:
     """What a load starts from; rows that pad the vocabulary in one layout only keep it."""
     shape, dtype = parameter.shape, _wide(parameter)
@@ -189,12 +193,12 @@ def _renamed(entry: Any, kind: str, data: torch.Tensor, **changes: Any) -> Any:
 def _whole(
     shard: Shard | None, kind: str, parameter: torch.Tensor, owner: int, runtime: Runtime, sharded: bool
 ) -> torch.Tensor | None:
-    """The state of a whole parameter in host memory on replica `owner`, else None; collective over dp cp.
+    """The state of a whole parameter in host memory on replica `owner`, else None; collective over its replicas.
 
     Shards are added up as integers: each element comes from one rank and zeros from the others, and every bit
     of it survives, the sign of a zero included.
     """
-    group = runtime.groups.dp_cp
+    group = _replicas(parameter, runtime)
     if not sharded:
         if group.rank() != owner or shard is None:
             return None

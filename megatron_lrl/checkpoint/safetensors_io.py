@@ -1,22 +1,23 @@
 """Streaming safetensors reader: a directory of one or many files, read slice by slice.
 
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
-data. Headers are read and checked here, so that a damaged file is named before any weight is touched; the
-bytes of tensors are served by the safetensors library. `safetensors_writer` is the counterpart.
+data. Headers are read and checked here, so that a damaged file is named before any weight is touched. Data is read
+with plain file reads, not mapped: the process grows by what is asked for, and by no page of a file that was
+visited. `safetensors_writer` is the counterpart.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from megatron_lrl.errors import UserError
 
@@ -24,6 +25,14 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FP8 = "F8_E4M3"
+# Every dtype of the format, in bits: tensors that are only carried along may have any.
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64,
+    "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "C64": 64,
+}  # fmt: skip
+_BLOCK = 1 << 24  # bytes read at once where less than whole rows is wanted, or data is only copied
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
 
@@ -38,8 +47,13 @@ class TensorRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data; the dtype must be one of `DTYPES`."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        """Bytes of data. Raises KeyError for a dtype that the format does not know."""
+        return math.prod(self.shape) * _BITS[self.dtype] // 8
+
+    @property
+    def alignment(self) -> int:
+        """Bytes of one element, at least 1: the data must start at a multiple of it."""
+        return max(1, _BITS[self.dtype] // 8)
 
 
 @dataclass(frozen=True)
@@ -81,41 +95,85 @@ class FileLayout:
 
 
 class LazyTensor:
-    """A stored tensor; indexing it with slices reads those bytes only."""
+    """A stored tensor, or one part of it along its first axis; indexing it with slices reads those bytes only.
 
-    def __init__(self, record: TensorRecord, path: Path, handle: Any) -> None:
+    Its dtype must be one of `DTYPES` or `FP8`.
+    """
+
+    def __init__(
+        self, record: TensorRecord, path: Path, descriptor: int, start: int, part: int | None = None
+    ) -> None:
         self.record = record
-        self._path = path
-        self._slice = handle.get_slice(record.name)
+        self.dtype = torch.float8_e4m3fn if record.dtype == FP8 else DTYPES[record.dtype]
+        self.shape = torch.Size(record.shape if part is None else record.shape[1:])
+        self._path, self._descriptor = path, descriptor
+        self._start = start + (part or 0) * math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Slices (of step 1) of the first and of the second axis; further axes are whole."""
+        if not self.shape:
+            return self._read(0, torch.Size(()))
+        rows, columns = (*index, slice(None), slice(None))[:2]
+        first, last, _ = rows.indices(self.shape[0])
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        begin, end = (0, 0) if len(self.shape) == 1 else columns.indices(self.shape[1])[:2]
+        if len(self.shape) == 1 or (begin, end) == (0, self.shape[1]):
+            return self._read(first * row_bytes, torch.Size((last - first, *self.shape[1:])))
+        found = torch.empty(last - first, end - begin, *self.shape[2:], dtype=self.dtype)
+        step = max(1, _BLOCK // max(1, row_bytes))
+        for row in range(first, last, step):
+            count = min(step, last - row)
+            block = self._read(row * row_bytes, torch.Size((count, *self.shape[1:])))
+            found[row - first : row - first + count] = block[:, begin:end]
+        return found
+
+    def _read(self, offset: int, shape: torch.Size) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype)
+        if tensor.numel():
+            view = tensor.view(-1).view(torch.uint8).numpy()
+            _read_into(self._descriptor, self._start + offset, memoryview(view), self._path, self.record.name)
+        return tensor
+
+
+def _read_into(descriptor: int, position: int, target: memoryview, path: Path, name: str) -> None:
+    done = 0
+    while done < len(target):
         try:
-            return self._slice[index]
-        except Exception as error:  # the library's error class covers all of its failures
-            raise UserError(f"{self._path}: tensor {self.record.name} cannot be read: {error}") from error
+            count = os.preadv(descriptor, [target[done:]], position + done)
+        except OSError as error:
+            raise UserError(f"{path}: tensor {name} cannot be read: {error.strerror or error}") from error
+        if count == 0:
+            raise UserError(f"{path}: tensor {name} cannot be read: the file ends inside it")
+        done += count
 
 
 class SafetensorsReader:
     """The weights of a Hugging Face directory. Opening reads and checks all headers; use as a context
     manager.
 
+    `file`: only the tensors of this one file of the directory, whatever its name.
+
     Raises:
         UserError: no weights, missing or damaged file, an index that disagrees with its files, a tensor
         stored twice.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, file: str | None = None) -> None:
         self.directory = Path(directory)
-        self.layout = _read_layout(self.directory)
+        if file is None:
+            self.layout, self._starts = _read_layout(self.directory)
+        else:
+            records, metadata, self._starts = read_header(self.directory / file)
+            self.layout = FileLayout(tuple(records), False, {file: metadata})
         self._records = {record.name: record for record in self.layout.tensors}
-        self._handles: dict[str, Any] = {}
+        self._descriptors: dict[str, int] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> SafetensorsReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handles.clear()
+        self._descriptors.clear()
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
@@ -129,16 +187,30 @@ class SafetensorsReader:
         """The file that holds a tensor."""
         return self.directory / self._records[name].file
 
-    def tensor(self, name: str) -> LazyTensor:
-        """A lazily sliceable handle; files open on first use and stay open until the reader closes."""
+    def tensor(self, name: str, part: int | None = None) -> LazyTensor:
+        """A lazily sliceable handle of a tensor, or of a part of it along its first axis."""
+        return LazyTensor(self._records[name], self.path(name), self._open(name), self._starts[name], part)
+
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """A tensor's bytes as they are stored, a bounded number at a time."""
+        record, path, descriptor = self._records[name], self.path(name), self._open(name)
+        buffer = memoryview(bytearray(min(_BLOCK, record.nbytes)))
+        for offset in range(0, record.nbytes, _BLOCK):
+            block = buffer[: min(_BLOCK, record.nbytes - offset)]
+            _read_into(descriptor, self._starts[name] + offset, block, path, name)
+            yield block
+
+    def _open(self, name: str) -> int:
+        """The descriptor of a tensor's file; files open on first use and stay open until the reader closes."""
         path = self.path(name)
-        if path.name not in self._handles:
+        if path.name not in self._descriptors:
             try:
-                handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except Exception as error:  # SafetensorError, OSError
-                raise UserError(f"{path}: damaged safetensors file: {error}") from error
-            self._handles[path.name] = handle
-        return LazyTensor(self._records[name], path, self._handles[path.name])
+                descriptor = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+            self._stack.callback(os.close, descriptor)
+            self._descriptors[path.name] = descriptor
+        return self._descriptors[path.name]
 
 
 def plain_name(file: Any) -> str:
@@ -148,13 +220,14 @@ def plain_name(file: Any) -> str:
     return file
 
 
-def _read_layout(directory: Path) -> FileLayout:
+def _read_layout(directory: Path) -> tuple[FileLayout, dict[str, int]]:
+    """The layout, and where in its file each tensor's data starts."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file() and index.is_file():
         raise UserError(f"{directory}: holds both {SINGLE_FILE} and {INDEX_FILE}; keep the one that is meant")
     if single.is_file():
-        records, metadata = _read_header(single)
-        return FileLayout(tuple(records), False, {SINGLE_FILE: metadata})
+        records, metadata, starts = read_header(single)
+        return FileLayout(tuple(records), False, {SINGLE_FILE: metadata}), starts
     if not index.is_file():
         raise UserError(
             f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read"
@@ -162,7 +235,7 @@ def _read_layout(directory: Path) -> FileLayout:
     return _read_indexed(directory, index)
 
 
-def _read_indexed(directory: Path, index: Path) -> FileLayout:
+def _read_indexed(directory: Path, index: Path) -> tuple[FileLayout, dict[str, int]]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         weight_map = {str(name): plain_name(file) for name, file in content["weight_map"].items()}
@@ -180,12 +253,14 @@ def _read_indexed(directory: Path, index: Path) -> FileLayout:
         ) from error
     tensors: list[TensorRecord] = []
     metadata: dict[str, Mapping[str, str]] = {}
+    starts: dict[str, int] = {}
     for file in sorted(set(weight_map.values())):
         path = directory / file
         if not path.is_file():
             first = min(name for name, where in weight_map.items() if where == file)
             raise UserError(f"{path}: no such file, but {index.name} puts tensor {first} there")
-        records, metadata[file] = _read_header(path)
+        records, metadata[file], found = read_header(path)
+        starts |= found
         for record in records:
             if weight_map.get(record.name) != file:
                 told = weight_map.get(record.name)
@@ -196,11 +271,14 @@ def _read_indexed(directory: Path, index: Path) -> FileLayout:
     for name, file in sorted(weight_map.items()):
         if name not in held:
             raise UserError(f"{directory / file}: lacks tensor {name}, which {index.name} puts there")
-    return FileLayout(tuple(tensors), True, metadata, index_metadata)
+    return FileLayout(tuple(tensors), True, metadata, index_metadata), starts
 
 
-def _read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str]]:
-    """Records in data order and the file's metadata; the data must fill the file exactly."""
+def read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str], dict[str, int]]:
+    """Records in data order, the file's metadata, and where each tensor's data starts in the file.
+
+    The data must fill the file exactly. Raises UserError on a damaged file.
+    """
     size = path.stat().st_size
     with path.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
@@ -224,7 +302,9 @@ def _read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str]]:
         raise UserError(f"{path}: damaged safetensors header: {error}") from error
     position = 0
     for begin, end, record in fields:
-        known = record.dtype not in DTYPES or end - begin == record.nbytes
+        if record.dtype not in _BITS:
+            raise UserError(f"{path}: tensor {record.name} has the unknown dtype {record.dtype}")
+        known = end - begin == record.nbytes
         if begin != position or end < begin or not known:
             raise UserError(
                 f"{path}: damaged safetensors header: tensor {record.name} has impossible offsets"
@@ -236,4 +316,5 @@ def _read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str]]:
         raise UserError(
             f"{path}: {size - 8 - length - position} bytes after the last tensor; the file is damaged"
         )
-    return [record for _, _, record in fields], metadata
+    starts = {record.name: 8 + length + begin for begin, _, record in fields}
+    return [record for _, _, record in fields], metadata, starts

@@ -1,16 +1,17 @@
 """Streaming safetensors writer: headers first, then each tensor at its place when it comes.
 
-All shapes are known beforehand, so memory is that of one tensor, and tensors may come in any order.
+All shapes are known beforehand, so memory is that of one tensor, and tensors may come in any order, a large one in
+parts along its first axis.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -23,7 +24,26 @@ from megatron_lrl.checkpoint.safetensors_io import (
 )
 
 
-def write_directory(directory: Path, layout: FileLayout, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+class Part(NamedTuple):
+    """A tensor, or (with `part`) one part of it along its first axis, the others of which come by themselves."""
+
+    name: str
+    tensor: torch.Tensor
+    part: int | None = None
+
+
+class Stored(NamedTuple):
+    """A tensor as the bytes of its recorded dtype, in blocks."""
+
+    name: str
+    blocks: Iterator[memoryview]
+
+
+Given = Part | Stored | tuple[str, torch.Tensor]
+_Place = tuple[TensorRecord, BinaryIO, int]  # a tensor's record, its file and its position there
+
+
+def write_directory(directory: Path, layout: FileLayout, tensors: Iterable[Given]) -> None:
     """Write the files of `layout` into `directory`; each tensor is cast to its recorded dtype.
 
     Raises:
@@ -31,7 +51,7 @@ def write_directory(directory: Path, layout: FileLayout, tensors: Iterable[tuple
     """
     with ExitStack() as stack:
         files = sorted({record.file for record in layout.tensors})
-        places: dict[str, tuple[TensorRecord, BinaryIO, int]] = {}
+        places: dict[str, _Place] = {}
         for name in files:
             records = [record for record in layout.tensors if record.file == name]
             handle: BinaryIO = stack.enter_context((directory / name).open("wb"))
@@ -54,16 +74,26 @@ def write_directory(directory: Path, layout: FileLayout, tensors: Iterable[tuple
 def write_file(
     path: str | Path,
     shapes: Mapping[str, tuple[torch.dtype, Iterable[int]]],
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[Given],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write one safetensors file of the given dtypes and shapes under a temporary name, then rename it."""
     path = Path(path)
-    partial = path.with_name(path.name + ".incomplete")
     records = [
         TensorRecord(name, path.name, DTYPE_NAMES[dtype], tuple(shape))
         for name, (dtype, shape) in shapes.items()
     ]
+    write_records(path, records, tensors, metadata)
+
+
+def write_records(
+    path: Path,
+    records: Iterable[TensorRecord],
+    tensors: Iterable[Given],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """As `write_file`, of the given records."""
+    partial = path.with_name(path.name + ".incomplete")
     try:
         with partial.open("wb") as handle:
             places = _write_header(handle, records, metadata or {"format": "pt"})
@@ -77,7 +107,7 @@ def write_file(
 
 def _write_header(
     handle: BinaryIO, records: Iterable[TensorRecord], metadata: Mapping[str, str]
-) -> dict[str, tuple[TensorRecord, BinaryIO, int]]:
+) -> dict[str, _Place]:
     """Write a file's header and reserve its data; returns each tensor's record, handle and byte position."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset, offsets = 0, {}
@@ -97,21 +127,44 @@ def _write_header(
     return {record.name: (record, handle, start + offsets[record.name]) for record in records}
 
 
-def _fill(
-    places: Mapping[str, tuple[TensorRecord, BinaryIO, int]], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    written: set[str] = set()
-    for name, tensor in tensors:
-        if name not in places or name in written:
-            raise ValueError(
-                f"tensor {name} was given {'twice' if name in written else 'but is not in the layout'}"
+def _fill(places: Mapping[str, _Place], tensors: Iterable[Given]) -> None:
+    written: dict[str, set[int | None]] = {}
+    for given in tensors:
+        name, part = given[0], given.part if isinstance(given, Part) else None
+        done = written.setdefault(name, set())
+        if name not in places or part in done or (done and (part is None or None in done)):
+            raise ValueError(f"tensor {name} was given {'twice' if done else 'but is not in the layout'}")
+        done.add(part)
+        if isinstance(given, Stored):
+            _write_blocks(places[name], given.blocks)
+        else:
+            _write_tensor(places[name], given[1], part)
+        del given  # before the next one comes
+    for name, (record, _, _) in places.items():
+        done = written.get(name, set())
+        if done != {None} and (not done or len(done) != record.shape[0]):
+            missing = sorted(places.keys() - written)
+            told = (
+                f"{len(missing)} tensor(s) of the layout were not given, first: {missing[0]}"
+                if missing
+                else ""
             )
-        record, handle, position = places[name]
-        if tuple(tensor.shape) != record.shape:
-            raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the layout says {record.shape}")
-        data = tensor.detach().to(device="cpu", dtype=DTYPES[record.dtype]).contiguous()
-        handle.seek(position)
-        handle.write(data.reshape(-1).view(torch.uint8).numpy().data)
-        written.add(name)
-    if missing := sorted(places.keys() - written):
-        raise ValueError(f"{len(missing)} tensor(s) of the layout were not given, first: {missing[0]}")
+            raise ValueError(told or f"tensor {name}: {len(done)} of its {record.shape[0]} parts were given")
+
+
+def _write_tensor(place: _Place, tensor: torch.Tensor, part: int | None) -> None:
+    record, handle, position = place
+    shape = record.shape if part is None else record.shape[1:]
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"tensor {record.name} has shape {tuple(tensor.shape)}, the layout says {shape}")
+    data = tensor.detach().to(device="cpu", dtype=DTYPES[record.dtype]).contiguous()
+    handle.seek(position + (part or 0) * data.nbytes)
+    handle.write(data.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _write_blocks(place: _Place, blocks: Iterator[memoryview]) -> None:
+    record, handle, position = place
+    handle.seek(position)
+    count = sum(handle.write(block) for block in blocks)
+    if count != record.nbytes:
+        raise ValueError(f"tensor {record.name} came with {count} bytes, the layout says {record.nbytes}")

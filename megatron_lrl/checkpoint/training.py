@@ -125,7 +125,7 @@ def save_training(
 
         def describe() -> None:
             if source is not None:
-                write_manifest(partial, *source)
+                write_manifest(partial, *source, run.arch)
                 write_json(partial / TRAINING_FILE, training)
 
         runtime.together(_writing(describe, directory))

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 # torch's own derives from BaseException; it gathers what went wrong on any rank and is raised on all
-_UNREADABLE = (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError)
+UNREADABLE = (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError)
 
 
 def weights_state_dict(model: torch.nn.Module) -> dict[str, Any]:
@@ -31,7 +31,9 @@ def weights_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     Extra states are left out: they are empty in the dtypes we train in, and they exist under Transformer
     Engine only, which would tie a checkpoint to the modules that wrote it.
     """
-    state = unwrap(model).sharded_state_dict()
+    core = unwrap(model)
+    # Layers of several kinds cannot share a tensor with a layer axis: each has keys of its own.
+    state = core.sharded_state_dict(metadata={"non_homogeneous_layers": True} if core.arch.hybrid else None)
     return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
 
@@ -43,7 +45,10 @@ def save_weights(model: torch.nn.Module, directory: Path, runtime: Runtime) -> N
 
 @torch.no_grad()
 def load_weights(
-    model: torch.nn.Module, ckpt_dir: str | Path, runtime: Runtime, skip: Callable[[str], bool] = lambda _: False
+    model: torch.nn.Module,
+    ckpt_dir: str | Path,
+    runtime: Runtime,
+    skip: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Read this rank's shards; collective. Values are cast to the parameters' dtype.
 
@@ -59,7 +64,7 @@ def load_weights(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch's, about its own argument order
                 loaded = dist_checkpointing.load({"model": state}, str(ckpt_dir))
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             raise UserError(f"{ckpt_dir}: cannot be read as a distributed checkpoint: {reason[0]}") from error
         result = unwrap(model).load_state_dict(loaded["model"], strict=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.schedule import phase
 from megatron_lrl.rl.accumulate import branches_of, score_group
 from megatron_lrl.rl.loss import k3
 from megatron_lrl.rl.rollout import Sampler
@@ -51,7 +52,7 @@ def sample_and_score(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], 
     rollout, sampler = run.config.rollout, Sampler(run, ())
     groups: list[Group] = []
     rows: list[PositionMismatch] = []
-    with run.update_window() as window:
+    with run.update_window() as window, phase(run):
         for prompt in prompts:
             with window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False) as prefix:
                 sampled = sampler.sample(prefix, rollout.group_size, rollout.max_new_tokens, 0)

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_lrl.checks.positions import PositionMismatch, boundary_prompts, sample_and_score
 from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradients, snapshot
+from megatron_lrl.lifetimes.lockstep import check_lockstep
 from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.loss import summarise
@@ -59,6 +60,8 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
     Takes the first prompts of data.prompts, or random ids. Raises `UserError` as `train` does.
     """
     prompts = runtime.together(_prompts, config, out)
+    arch = runtime.together(read_model_architecture, config)
+    runtime.together(check_lockstep, config, arch, runtime.layout, "conventional")
     bars = BARS[config.model.dtype]
     with open_run(config, runtime, gradients=True) as run:
         groups, mismatch = sample_and_score(run, prompts)

@@ -24,7 +24,7 @@ from megatron_lrl.attention.segment import Block, segment_attention
 from megatron_lrl.lastkv.blend import blend
 from megatron_lrl.lastkv.clock import Clock
 from megatron_lrl.state.kv import KVLayer
-from megatron_lrl.state.pages import Page, PageSlice
+from megatron_lrl.state.pages import PageSlice, joined
 from megatron_lrl.state.sequence import SequenceState
 
 
@@ -50,14 +50,19 @@ class LastKVState(SequenceState):
         ``keep_from``: keep own-layer pages from the chunk before this position's on, for a sweep that recomputes them
         (default: from ``start``, if the state is logged).
         """
-        super().__init__(branches, start, reserve, log)
-        self.clock, self.blended, self.last_layer = clock, blended, last_layer
         # A logged state is about to be swept, which needs own-layer pages that attention itself is done with.
-        self.keep_from = start if log and keep_from is None else keep_from
-        self._blends: dict[int, tuple[int, list[Block]]] = {}  # layer -> (chunk, blended blocks), without autograd
+        super().__init__(branches, start, reserve, log, keep_from)
+        self.clock, self.blended, self.last_layer = clock, blended, last_layer
+        # What no layer, and no token of the chunk, changes: blocks by what they were made for.
+        self._history: dict[tuple[int, bool], list[Block]] = {}  # (newest chunk, autograd?)
+        self._near: dict[int, tuple[int, list[Block]]] = {}  # layer -> (open chunk, blocks), without autograd
+        self._entered = -1  # the newest chunk whose older pages were merged
 
     def rounds(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         return self.clock.rounds(self.counts, lengths)
+
+    def in_one_graph(self, lengths: Sequence[int]) -> bool:
+        return max(lengths, default=0) <= self.clock.size
 
     def cuts(self, count: int) -> set[int]:
         return set(self.clock.boundaries(0, count))
@@ -83,9 +88,9 @@ class LastKVState(SequenceState):
         """History, blended previous chunk and open chunk as segments of the one attention primitive."""
         chunk = self._chunk(layout)
         layer = self.layer(number)
-        blocks = [block for part in self._committed(chunk - 2) for block in part.blocks()]
-        blocks += self._previous(number, layer, chunk - 1, gate_h)
-        blocks += [block for part in layer.slices() if part.chunk == chunk for block in part.blocks()]
+        self._enter(chunk)
+        blocks = [*self._committed(chunk - 2), *self._previous_and_shared(number, layer, chunk, gate_h)]
+        blocks += [block for part in layer.own_slices() if part.chunk == chunk for block in part.blocks()]
         o_mHd = segment_attention(q_mHd, k_mhd, v_mhd, layout, blocks, scale, cp_group)
         self.append(number, k_mhd, v_mhd, layout)
         return o_mHd
@@ -93,6 +98,7 @@ class LastKVState(SequenceState):
     def append(self, number: int, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout) -> None:
         chunk = self._chunk(layout)
         layer = self.layer(number)
+        self._enter(chunk)
         layer.append(k_mhd, v_mhd, layout.pieces, chunk)
         self._forget(number, layer, chunk)
 
@@ -112,18 +118,19 @@ class LastKVState(SequenceState):
 
     def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0, spare: bool = False) -> int:
         total = super().enable_adjoints(dtype, live_from, spare)
+        self._forget_blocks()
         store = self.layer(self.last_layer)
         if store.rounds:
             return total
         # Pages that came from the last stage: as much of them is constant as of the local pages cut like them.
-        for chunk in {page.chunk for page in store.own}:
-            theirs = [page for page in store.own if page.chunk == chunk]
-            mine = [page for page in self._any_own_layer().own if page.chunk == chunk]
-            for i, page in enumerate(theirs):
-                # In the place of the buffers that were just made without knowing what is constant.
-                total -= sum(x.nbytes for x in page.tensors()[2:])
-                total += page.enable_adjoint(dtype, mine[i].constant if mine else page.length)
-        return total
+        constants = []
+        for page in store.own:
+            theirs = [other for other in store.own if other.chunk == page.chunk]
+            mine = [other for other in self._any_own_layer().own if other.chunk == page.chunk]
+            constants.append(mine[theirs.index(page)].constant if mine else page.length)
+        # In the place of the buffers that were just made without knowing what is constant.
+        total -= sum(x.nbytes for page in store.own for x in page.tensors()[2:])
+        return total + store.enable_adjoints(dtype, constants)
 
     def collect_adjoints(self, number: int, pp_group: Any) -> None:
         """Sum what all stages hold of the last layer's adjoint, for the chunk that advance ``number`` ended in.
@@ -144,10 +151,10 @@ class LastKVState(SequenceState):
 
     def keep(self, branches: Sequence[int]) -> None:
         super().keep(branches)
-        self._blends.clear()
+        self._forget_blocks()
 
     def close(self, fill_nan: bool = False) -> None:
-        self._blends.clear()
+        self._forget_blocks()
         super().close(fill_nan)
 
     def _empty(self, branches: int, start: int, log: bool) -> Self:
@@ -165,12 +172,57 @@ class LastKVState(SequenceState):
         """The chunk of the tokens of one pass."""
         fed = {start for start, length in zip(layout.starts, layout.lengths, strict=True) if length}
         if len(fed) != 1:
-            raise ValueError(f"branches under LastKV keep step, but this pass starts at positions {sorted(fed)}")
+            raise ValueError(
+                f"branches under LastKV keep step, but this pass starts at positions {sorted(fed)}"
+            )
         return self.clock.chunk(fed.pop())
 
-    def _committed(self, newest: int) -> list[PageSlice]:
-        """The last layer's slices of chunks up to ``newest``."""
-        return [part for part in self.layer(self.last_layer).slices() if part.chunk <= newest]
+    def _new_layer(self, number: int, past: Sequence[PageSlice]) -> KVLayer:
+        # Layers read the last one's committed chunks as one block.
+        return KVLayer(past, self._reserve, self._log, self._growing, together=number == self.last_layer)
+
+    def _enter(self, chunk: int) -> None:
+        """Decoding left several small pages of each older chunk: layers read one of the previous chunk, and one of
+        all chunks before it."""
+        if not self._growing or chunk <= self._entered:
+            return
+        self._entered = chunk
+        for number, layer in self.layers():
+            layer.merge(chunk - 1, chunk - 1)
+            if number == self.last_layer:
+                layer.merge(0, chunk - 2)
+
+    def _forget_blocks(self) -> None:
+        self._history.clear()
+        self._near.clear()
+
+    def _committed(self, newest: int) -> list[Block]:
+        """The last layer's blocks of chunks up to ``newest``: the same for every layer, as long as a chunk is open."""
+        key = newest, torch.is_grad_enabled()
+        if key not in self._history:
+            parts = [part for part in self.layer(self.last_layer).slices() if part.chunk <= newest]
+            self._history = {key: joined(block for part in parts for block in part.blocks())}
+        return self._history[key]
+
+    def _previous_and_shared(
+        self, number: int, layer: KVLayer, chunk: int, gate_h: Tensor | None
+    ) -> list[Block]:
+        """The previous chunk as layer ``number`` sees it, and what a prefix has of the open one.
+
+        Without autograd both are made once per chunk, and into one block where they can be.
+        """
+        near = self._near.get(number)
+        if near is not None and near[0] == chunk and not torch.is_grad_enabled():
+            return near[1]
+        previous = self._previous(number, layer, chunk - 1, gate_h)
+        shared = [block for part in layer.past if part.chunk == chunk for block in part.blocks()]
+        if (
+            torch.is_grad_enabled() or not previous
+        ):  # before the first boundary all is as under full attention
+            return previous + shared
+        blocks = _concatenated(joined(previous + shared))
+        self._near[number] = chunk, blocks
+        return blocks
 
     def _previous(self, number: int, layer: KVLayer, chunk: int, gate_h: Tensor | None) -> list[Block]:
         """The previous chunk's blocks as layer ``number`` sees them."""
@@ -180,19 +232,13 @@ class LastKVState(SequenceState):
             return [block for part in last for block in part.blocks()]
         if gate_h is None:
             raise ValueError(f"layer {number} has no LastKV gate")
-        cached = self._blends.get(number)
-        if not torch.is_grad_enabled() and cached is not None and cached[0] == chunk:
-            return cached[1]
         own = [part for part in layer.slices() if part.chunk == chunk]
         alpha_h = torch.sigmoid(gate_h)
-        blocks = [
+        return [
             blend(mine, theirs, alpha_h)
             for mine_part, their_part in zip(own, last, strict=True)
             for mine, theirs in zip(mine_part.blocks(), their_part.blocks(), strict=True)
         ]
-        if not torch.is_grad_enabled():
-            self._blends[number] = (chunk, blocks)
-        return blocks
 
     def _forget(self, number: int, layer: KVLayer, chunk: int) -> None:
         """Drop own-layer pages that nothing will read again."""
@@ -221,14 +267,30 @@ class LastKVState(SequenceState):
                 dist.broadcast(x, src=last_stage, group=pp_group)
             if not on_last:
                 piece = Piece(page.branch, page.branches, 0, page.length)
-                store.own.append(Page(piece, k, v, page.length, chunk))
+                store.adopt(piece, k, v, chunk)
 
     def _sum_on_last(self, total: Tensor, pp_group: Any) -> None:
         on_last = pp_group.rank() == pp_group.size() - 1
-        dist.reduce(total, dst=dist.get_global_rank(pp_group, pp_group.size() - 1), group=pp_group)
-        if not on_last:
-            total.zero_()
+        summed = total.contiguous()  # pages of one storage lie in it head by head
+        dist.reduce(summed, dst=dist.get_global_rank(pp_group, pp_group.size() - 1), group=pp_group)
+        total.copy_(summed) if on_last else total.zero_()
 
     def _any_own_layer(self) -> KVLayer:
         """A layer of this stage other than the last one of the model."""
         return next(layer for key, layer in self.layers() if key != self.last_layer)
+
+
+def _concatenated(blocks: list[Block]) -> list[Block]:
+    """Constant blocks that the same branches read, as one."""
+    groups: dict[tuple[bool, int, int], list[Block]] = {}
+    for block in blocks:
+        groups.setdefault((block.shared, block.branch, block.k_bhtd.shape[0]), []).append(block)
+    out = []
+    for (shared, branch, _), same in groups.items():
+        if len(same) > 1:
+            k_bhtd = torch.cat([block.k_bhtd for block in same], dim=2)
+            v_bhtd = torch.cat([block.v_bhtd for block in same], dim=2)
+            out.append(Block(k_bhtd, v_bhtd, shared, branch))
+        else:
+            out += same
+    return out

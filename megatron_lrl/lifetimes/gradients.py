@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megatron_lrl.lifetimes.optim import gradient_buffers
 from megatron_lrl.runtime import Runtime
 
 _KINDS = (
@@ -26,7 +27,10 @@ _KINDS = (
     ("output", r"output_layer\."),
     ("qkv", r"linear_qkv\."),
     ("attention out", r"linear_proj\."),
-    ("mlp", r"linear_fc[12]\.(weight|bias)"),
+    ("router", r"router\."),
+    ("experts", r"\.experts\."),
+    ("mlp", r"linear_fc[12]\.(weight|bias)|gate_weight"),
+    ("gdn", r"self_attention\.(in_proj|conv1d|out_proj|A_log|dt_bias)"),
     ("norms", r"norm"),
 )
 
@@ -54,30 +58,38 @@ def compare_gradients(
 ) -> dict[str, GradientComparison]:
     """The model's reduced gradients against a `snapshot`, over "all" and by kind of parameter; same on every rank."""
     kinds = ("all", *(kind for kind, _ in _KINDS))
-    sums = torch.zeros(len(kinds), 4, dtype=torch.float64)  # a.b, a.a, b.b, (a-b).(a-b)
+    # Index 0: dense parameters, 1: experts. a.b, a.a, b.b, (a-b).(a-b)
+    sums = torch.zeros(2, len(kinds), 4, dtype=torch.float64)
     largest = torch.zeros(len(kinds), dtype=torch.float64)
+    experts = {name for name, parameter in model.module.named_parameters() if is_expert(parameter)}
     for name, gradient in _owned(model):
         a, b = gradient.double(), reference[name].double()
         difference = a - b
         part = torch.stack([a @ b, a @ a, b @ b, difference @ difference]).cpu()
         for row in (0, kinds.index(kind_of(name))):
-            sums[row] += part
+            sums[int(name in experts), row] += part
             if difference.numel():
                 largest[row] = torch.maximum(largest[row], difference.abs().max().cpu())
     sums, largest = sums.to(runtime.device), largest.to(runtime.device)
     # Replicas hold equal reduced gradients, of which only the shards of one replica add up, or else one shard each.
-    groups = [runtime.groups.tp, runtime.groups.pp]
-    if model.ddp_config.use_distributed_optimizer:
-        groups.append(runtime.groups.dp_cp)
-    for group in groups:
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    # Experts are cut over ep besides, which runs over ranks that hold the same dense parameters.
+    groups, sharded = runtime.groups, model.ddp_config.use_distributed_optimizer
+    for part, own, copies in ((sums[0], (), groups.dp_cp), (sums[1], (groups.ep,), groups.expt_dp)):
+        for group in (groups.tp, groups.pp, *own, *([copies] if sharded else [])):
+            dist.all_reduce(part, group=group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    sums = sums.sum(0)
     result = {}
     for kind, (ab, aa, bb, dd), top in zip(kinds, sums.tolist(), largest.tolist(), strict=True):
         if bb > 0:
             cosine = ab / (aa * bb) ** 0.5 if aa > 0 else 0.0
             result[kind] = GradientComparison(cosine, (dd / bb) ** 0.5, top, bb**0.5)
     return result
+
+
+def is_expert(parameter: Any) -> bool:
+    """Whether a parameter is cut over ep, and its gradient summed over the ranks that hold the same experts."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def kind_of(name: str) -> str:
@@ -100,7 +112,7 @@ def _owned(model: Any) -> Iterator[tuple[str, Tensor]]:
 def _shards(model: Any) -> dict[Any, slice]:
     """Which elements of each flattened gradient lie in this rank's shard of its bucket."""
     shards = {}
-    for buffer in model.buffers:
+    for buffer in gradient_buffers(model):
         rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
         for parameter, (start, end, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]

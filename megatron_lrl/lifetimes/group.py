@@ -24,6 +24,7 @@ from megatron_lrl.lifetimes.identity import Identity
 from megatron_lrl.lifetimes.kept import KeptGraphs, largest_over_replica
 from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.schedule import in_passes, run_schedule
+from megatron_lrl.lifetimes.snapshots import recurrent_bytes, snapshot_every, sweep_parts
 from megatron_lrl.state import SequenceState, advance
 from megatron_lrl.state.adjoint import add_adjoint
 from megatron_lrl.state.advance import token_layout
@@ -167,13 +168,34 @@ class PromptGroup:
             live = [i for i, (low, _) in enumerate(self.spans()) if low >= self.live_from]
             meter = SavedBytes(self.run.core(self.model).parameters())
             with meter.measure():
-                for batch in in_passes(live[::-1], self.state, self.run):
-                    self.state.collect_adjoints(batch[0], self.run.runtime.groups.pp)
-                    run_schedule(
-                        self.run, self.model, [partial(self._sweep_chunk, i) for i in batch], backward=True
-                    )
+                for part in reversed(sweep_parts(live, self.state.snapshot_every)):
+                    self._refill_snapshots(part)
+                    for batch in in_passes(part[::-1], self.state, self.run):
+                        self.state.collect_adjoints(batch[0], self.run.runtime.groups.pp)
+                        steps = [partial(self._sweep_chunk, i) for i in batch]
+                        run_schedule(self.run, self.model, steps, backward=True, state_only=True)
+                    self.state.forget_snapshots(part[0] + 1)
             self.run.ledger.observe_peak("replay", meter.peak)
         self.phase = GroupPhase.SWEPT
+
+    def _refill_snapshots(self, part: Sequence[int]) -> None:
+        """Run chunks forward once more where only the first of them has a snapshot of the recurrent states."""
+        assert self.state is not None
+        if self.state.snapshot_every == 1 or len(part) == 1:
+            return
+        again = self.state.before(part[0], log=True)
+        spans = self.spans()
+
+        def feed(low: int, high: int, model: Any) -> tuple[Tensor, Any]:
+            return advance(model, again, [self.prefix_ids[low:high]]), lambda _: None
+
+        with torch.no_grad():
+            for batch in in_passes([partial(feed, *spans[i]) for i in part[:-1]], again, self.run):
+                run_schedule(self.run, self.model, batch, backward=False, state_only=True)
+                again.settle(self.run.runtime.groups.pp)
+        before = self.state.nbytes
+        self.state.refill(again, part[0])
+        self.run.ledger.observe_peak("group", self.state.nbytes - before)
 
     def close(self) -> None:
         """Free the prefix and its adjoint; with ``replay.check_poison`` fill them with NaN first."""
@@ -218,6 +240,13 @@ class PromptGroup:
             log=live,
             keep_from=self.live_from if live else None,
         )
+        if live:
+            self.state.snapshot_every = snapshot_every(
+                sum(low >= self.live_from for low, _ in spans),
+                recurrent_bytes(core.arch, self.run.runtime.layout, core.config.params_dtype.itemsize),
+                self.run.config.prefix.snapshot_bytes,
+                self.name,
+            )
         if live and self.run.config.prefix.keep_graph_bytes and not self.state.sequential:
             slots = [token_layout(core, empty, [high - low]).local_slots for low, high in spans]
             first = next(i for i, (low, _) in enumerate(spans) if low >= self.live_from)
@@ -230,7 +259,7 @@ class PromptGroup:
         with bar:
             steps = [partial(self._feed, i, *span, bar) for i, span in enumerate(spans)]
             for batch in in_passes(steps, self.state, self.run):
-                run_schedule(self.run, self.model, batch, backward=False)
+                run_schedule(self.run, self.model, batch, backward=False, state_only=True)
                 self.state.settle(self.run.runtime.groups.pp)
         self.state.freeze(self.run.runtime.groups.pp)
         # Adjoints that exist already are held; kept graphs live as long as the group, until they are swept.

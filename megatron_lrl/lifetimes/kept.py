@@ -52,11 +52,7 @@ class KeptGraphs:
         again = state.before(number)
         with torch.enable_grad(), self._meter.measure():
             output = advance(model, again, [tokens])
-        for key, layer in again.layers():
-            assert layer.newest is not None
-            k_mhd, v_mhd = (x.detach() for x in layer.newest)
-            state.append(key, k_mhd, v_mhd, layout)
-        state.grow(layout.lengths)
+        state.absorb(again, layout)
         if number == self._first:
             self._oldest = self._oldest_that_fits(agree(self._meter.live))
         if number >= self._oldest:

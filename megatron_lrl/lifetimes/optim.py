@@ -27,6 +27,11 @@ def wrap_ddp(model: Any, runtime: Runtime, shard_optimizer: bool) -> Distributed
     return DistributedDataParallel(config=model.config, ddp_config=config, module=model)
 
 
+def gradient_buffers(ddp: DistributedDataParallel) -> list[Any]:
+    """All gradient buffers: those of dense parameters, and those of experts, which are summed over other ranks."""
+    return [*ddp.buffers, *ddp.expert_parallel_buffers]
+
+
 def build_optimizer(
     ddp: DistributedDataParallel, config: Config, shard_optimizer: bool, gloo_groups: bool = True
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:

@@ -4,59 +4,42 @@
                                                         ├ capture, replay, sweep of a short prompt ─ peak graphs
     layout of the prompt's chunks ──────────────────────┴ resident state and adjoint of the whole prompt
 
-A graph does not depend on what is resident, so a prompt of a few chunks gives the peaks of a long one; what
-is resident follows from how its tokens lie. Only a conventional pass, whose graph is the whole sequence, is
-run at full length; it is one pass, whatever the length.
+What is resident follows from how the prompt's tokens lie, which is counted; what graphs hold is measured in passes of a
+few chunks through a few layers (`plan_graphs`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatron_lrl.attention.kernels import accumulate_dtype
 from megatron_lrl.checkpoint.optimizer_state import prime
-from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
+from megatron_lrl.lifetimes.plan_graphs import Graphs, Work, stage_kinds
 from megatron_lrl.lifetimes.plan_world import PlannedRuntime, planned_world, rehearsal
-from megatron_lrl.lifetimes.replay import Branch, Replay, batches_of
 from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.snapshots import recurrent_bytes, snapshot_every
 from megatron_lrl.models.build import build_model
-from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.models.hf_config import ATTENTION, Architecture
 from megatron_lrl.runtime import DTYPES, Layout
 from megatron_lrl.settings import Config
 from megatron_lrl.state.advance import token_layout
 
 _WIDE_WORD = 8  # bytes of a recorded per-token value
-_FEW = 1  # layers of a stage whose passes are run; more are counted
-
-
-@dataclass(frozen=True)
-class Work:
-    """The shape of a window: G responses of R tokens for each prompt of P tokens, K replayed at once."""
-
-    prompt: int
-    response: int
-    group: int
-    concurrent: int
-
-    @property
-    def at_once(self) -> int:
-        """Responses in one graph: K, or the whole group if it is smaller."""
-        return min(self.concurrent, self.group)
 
 
 @dataclass(frozen=True)
 class RankBytes:
     """Planned bytes of one rank.
 
-    ``state`` and ``adjoint`` are those of one prompt under the contract; ``sampling_state`` what sampling keeps of it.
+    ``state`` (with the snapshots of recurrent states) and ``adjoint`` are those of one prompt under the contract; ``sampling_state`` what sampling keeps of it;
+    ``refilled`` the snapshots that a sweep makes again (prefix.snapshot_bytes).
     ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all micro-batches in flight, with
     what replayed responses keep resident between the rounds of their chunks (LastKV).
     """
@@ -73,6 +56,7 @@ class RankBytes:
     replay_graph: int
     sweep_graph: int
     resident_groups: int = 1
+    refilled: int = 0
 
     @property
     def run(self) -> int:
@@ -82,7 +66,7 @@ class RankBytes:
     @property
     def groups(self) -> int:
         """The prompt-group lifetime at its peak: all resident prefixes, one of them with its adjoint."""
-        return max(self.resident_groups * self.state + self.adjoint, self.sampling_state)
+        return max(self.resident_groups * self.state + self.adjoint + self.refilled, self.sampling_state)
 
     @property
     def replay(self) -> int:
@@ -97,13 +81,6 @@ class RankBytes:
     def lifetimes(self) -> dict[str, int]:
         """By the names of `Ledger`."""
         return {"run": self.run, "window": self.window, "group": self.groups, "replay": self.replay}
-
-
-class _Peaks(NamedTuple):
-    """Saved-for-backward bytes."""
-
-    replay: int
-    sweep: int
 
 
 def planned_run(config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True) -> Run:
@@ -127,13 +104,7 @@ class Plan:
 
     def __init__(self, config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True) -> None:
         self.run = planned_run(config, runtime, arch, optimizer)
-        self._runs: dict[int, Run] = {}  # layers of a stage -> a run with so many
-        self._graphs: dict[tuple[str, Work], _Peaks] = {}
-
-    @property
-    def in_flight(self) -> int:
-        """Graphs this stage may hold at once."""
-        return self.run.runtime.layout.pp - self.run.runtime.pp_rank
+        self._graphs = Graphs(self.run)
 
     def bytes_of(self, work: Work, contract: str | None = None, recorded: bool = False) -> RankBytes:
         """Bytes of a window of this shape under a contract (default: the config's).
@@ -143,7 +114,7 @@ class Plan:
         contract = contract or self.run.config.prefix.contract
         config, dp = self.run.config, self.run.runtime.dp
         one_by_one = recorded or contract == "conventional" or self.run.reference is not None
-        peaks = self._peaks(contract, work)
+        peaks = self._graphs.peaks(contract, work)
         state, adjoint = self.resident(work.prompt, contract)
         return RankBytes(
             stage=self.run.runtime.pp_rank,
@@ -155,17 +126,18 @@ class Plan:
             replay_graph=peaks.replay,
             sweep_graph=peaks.sweep,
             resident_groups=1 if one_by_one else -(-config.train.groups_per_update // dp),
+            refilled=self.refilled(work.prompt, contract),
         )
 
     def resident(self, prompt: int, contract: str) -> tuple[int, int]:
-        """Bytes of a prompt's state and of its adjoint on this rank."""
+        """Bytes of a prompt's state and of its adjoint on this rank, as they are when the first replay begins."""
         if contract == "conventional" or prompt < 2:
             return 0, 0
         run, core = self.run, self.run.core(self.run.model)
         group = PromptGroup(run, "plan", range(prompt), contract)
         spans, live_from, empty = group.spans(), group.live_from, run.new_state(1)
         local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
-        starts, layers = [low for low, _ in spans], len(core.decoder.layers)
+        starts, layers = [low for low, _ in spans], self._attention_layers
         live = sum(n for n, low in zip(local, starts, strict=True) if low >= live_from)
         tokens = layers * sum(local)
         if (lastkv := run.arch.lastkv) is not None:
@@ -179,55 +151,45 @@ class Plan:
         config = core.config
         per_token = 2 * config.kv_channels * config.num_query_groups // config.tensor_model_parallel_size
         wide = accumulate_dtype(config.params_dtype)
-        return tokens * per_token * config.params_dtype.itemsize, layers * live * per_token * wide.itemsize
+        state, adjoint = tokens * per_token * config.params_dtype.itemsize, layers * live * per_token * wide.itemsize
+        if not run.arch.hybrid:
+            return state, adjoint
+        # Recurrent layers: the newest state, and snapshots; the adjoint is one state, whatever the length.
+        snapshots = 0 if not live else -(-self._live_chunks(group) // self._snapshot_every(group)) - (live_from == 0)
+        state += self._recurrent_bytes(config.params_dtype) * (1 + snapshots)
+        return state, adjoint + (self._recurrent_bytes(wide) if live else 0)
 
-    def _peaks(self, contract: str, work: Work) -> _Peaks:
-        """Of a prompt of a few chunks and a stage of a few layers: all further layers add what one of them adds."""
-        short = replace(work, prompt=self._short_prompt(work.prompt, contract), group=work.at_once * self.in_flight)
-        if (contract, short) not in self._graphs:
-            layers = len(self.run.core(self.run.model).decoder.layers)
-            few, more = (self._rehearse(min(n, layers), contract, short) for n in (_FEW, _FEW + 1))
-            self._graphs[contract, short] = _Peaks(
-                *(a + max(0, layers - _FEW) * (b - a) for a, b in zip(few, more, strict=True))
-            )
-        return self._graphs[contract, short]
+    def refilled(self, prompt: int, contract: str) -> int:
+        """Bytes of the snapshots that a sweep makes again at a time, where ``prefix.snapshot_bytes`` asks for few."""
+        if contract == "conventional" or prompt < 2 or not self.run.arch.hybrid:
+            return 0
+        group = PromptGroup(self.run, "plan", range(prompt), contract)
+        live = self._live_chunks(group)
+        return (min(self._snapshot_every(group), live) - 1) * self._recurrent_bytes(self._dtype) if live else 0
 
-    def _rehearse(self, layers: int, contract: str, work: Work) -> _Peaks:
-        run = self._with_layers(layers)
-        branches = [Branch(BranchKey("plan", i), (0,) * work.response) for i in range(work.group)]
-        batches = batches_of(branches, work.concurrent)
-        run.ledger.start_window()
-        with PromptGroup(run, "plan", (0,) * work.prompt, contract) as group:
-            Replay(group).gradient(batches, [_no_loss] * len(batches))
-            replay = run.ledger.peak["replay"]
-            run.ledger.start_window()
-            group.sweep()
-            return _Peaks(replay, run.ledger.peak["replay"])
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.run.config.model.dtype]
 
-    def _with_layers(self, layers: int) -> Run:
-        if layers == len(self.run.core(self.run.model).decoder.layers):
-            return self.run
-        if layers not in self._runs:
-            run, pp = self.run, self.run.runtime.layout.pp
-            arch = replace(run.arch, num_layers=layers * pp)
-            dtype = DTYPES[run.config.model.dtype]
-            model = build_model(arch, run.runtime, dtype, run.config.parallel.sequence_parallel)
-            self._runs[layers] = Run(run.config, run.runtime, arch, model, version=1)
-        return self._runs[layers]
+    @property
+    def _attention_layers(self) -> int:
+        """Of this stage."""
+        kinds = stage_kinds(self.run.arch, self.run.runtime.layout.pp, self.run.runtime.pp_rank)
+        return sum(kind.mixer == ATTENTION for kind in kinds)
 
-    def _short_prompt(self, prompt: int, contract: str) -> int:
-        """A prompt that ends as this one and fills the pipeline with its chunks."""
-        if contract == "conventional":
-            return prompt
-        unit, chunks = self.run.config.prefix.chunk_size, self.in_flight + 1
-        if (lastkv := self.run.arch.lastkv) is not None:
-            unit, chunks = math.lcm(unit, lastkv.chunk_size), chunks + 1
-        prefix = prompt - 1
-        return 1 + (prefix if prefix < (chunks + 1) * unit else prefix % unit + chunks * unit)
+    def _recurrent_bytes(self, dtype: torch.dtype) -> int:
+        """One state of this stage's recurrent layers."""
+        runtime = self.run.runtime
+        return recurrent_bytes(self.run.arch, runtime.layout, dtype.itemsize, runtime.pp_rank)
 
+    def _live_chunks(self, group: PromptGroup) -> int:
+        return sum(low >= group.live_from for low, _ in group.spans())
 
-def _no_loss(logprob_S: torch.Tensor, _entropy: torch.Tensor, _index: torch.Tensor) -> tuple[torch.Tensor, dict]:
-    return logprob_S.sum(), {}
+    def _snapshot_every(self, group: PromptGroup) -> int:
+        """As the group decides it: by the stage that has most recurrent layers."""
+        most = recurrent_bytes(self.run.arch, self.run.runtime.layout, self._dtype.itemsize)
+        budget = self.run.config.prefix.snapshot_bytes
+        return snapshot_every(self._live_chunks(group), most, budget, group.name)
 
 
 @contextmanager

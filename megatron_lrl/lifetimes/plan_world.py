@@ -1,7 +1,8 @@
 """Where a plan runs: one rank's real modules and passes on the meta device, without storage, peers or kernels.
 
     planned_world   a world of N ranks in one process (torch's fake process groups); `plan` opens it
-    rehearsal       inside: every new tensor is a meta tensor, every pass goes through one stage without a backward
+    rehearsal       inside: every new tensor is a meta tensor, every pass goes through one stage; experts are chosen
+                    evenly
 
 Both restore what they replace when their block ends; nothing outside them changes. A rehearsal also works beside a real
 run: collectives of meta tensors talk to nobody.
@@ -28,7 +29,11 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 from megatron.core.utils import GlobalMemoryBuffer  # noqa: E402
 
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
+
 from megatron_lrl.lifetimes import schedule  # noqa: E402
+from megatron_lrl.lifetimes.plan_layers import PlannedDeltaRule, even_dispatch  # noqa: E402
+from megatron_lrl.recurrent import delta_rule  # noqa: E402
 
 T = TypeVar("T")
 
@@ -97,7 +102,7 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
     """Everything built and run in the block is planned: shapes, dtypes and graphs are real, values do not exist.
 
     ``in_flight``: graphs that this pipeline stage holds at once (1F1B). Passes through `run_schedule` return no
-    data, and no backward runs: nothing that a plan counts comes to life in one.
+    data. A backward runs only where something that a plan counts comes to life in it: in Gated DeltaNet layers.
     """
     plain_type: Callable[..., Any] = torch.Tensor.type
 
@@ -121,23 +126,33 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
         stack.enter_context(
             _replaced(schedule, "get_forward_backward_func", lambda: _one_stage(in_flight))
         )
+        stack.enter_context(_replaced(MoEAlltoAllTokenDispatcher, "preprocess", even_dispatch))
+        stack.enter_context(_replaced(delta_rule, "_DeltaRule", PlannedDeltaRule))
         stack.enter_context(_OnMeta())
         yield
 
 
 def _one_stage(in_flight: int) -> Callable[..., list[Any]]:
-    """Stands for Megatron-Core's schedules: forwards of one stage, ``in_flight`` graphs alive at a time."""
+    """Stands for Megatron-Core's schedules: passes of one stage, ``in_flight`` graphs alive at a time."""
 
     def run(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> list[Any]:
         stage = model[0]
         core = stage.module if hasattr(stage, "module") else stage
         held: deque[Tensor] = deque()
         hook = core.register_forward_pre_hook(_receive, with_kwargs=True)
+
+        def end_oldest() -> None:
+            output = held.popleft()
+            if core.arch.hybrid and output.requires_grad:
+                output.backward(torch.zeros_like(output))
+
         try:
             for _number in range(num_microbatches):
-                if len(held) == in_flight:
-                    held.popleft()
                 held.append(forward_step_func(data_iterator, stage)[0])
+                if len(held) == in_flight:
+                    end_oldest()
+            while held:
+                end_oldest()
         finally:
             hook.remove()
         return []

@@ -21,6 +21,7 @@ from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.ledger import SavedBytes
+from megatron_lrl.lifetimes.routing import RecordedRouting, ReplayRouting
 from megatron_lrl.lifetimes.schedule import from_last_stage, run_schedule, sum_over_cp
 from megatron_lrl.models.head import LogprobHead, Targets
 from megatron_lrl.state import SequenceState, advance
@@ -38,6 +39,7 @@ class Branch:
 
     key: BranchKey
     ids: tuple[int, ...]
+    routing: RecordedRouting | None = None  # of the tokens that are fed, if it was recorded
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -47,8 +49,9 @@ class NonFiniteLoss(FloatingPointError):
 class Replay:
     """Passes of responses over one prompt group."""
 
-    def __init__(self, group: PromptGroup | Documents) -> None:
-        self.group, self.run = group, group.run
+    def __init__(self, group: PromptGroup | Documents, balance: float = 0.0) -> None:
+        """``balance``: weight of a response's auxiliary loss in the window (moe.aux_loss_coef)."""
+        self.group, self.run, self.balance = group, group.run, balance
         self.nonfinite: list[
             str
         ] = []  # losses that were NaN or infinite, with their branches (last stage only)
@@ -86,9 +89,25 @@ class Replay:
                 for values_2S, index_S in parts[i]:
                     full[:, index_S] = values_2S
                 full = from_last_stage(sum_over_cp(full, self.run.runtime), self.run.runtime).cpu()
-                lengths = [len(branch.ids) for branch in one.batch]
+                lengths = [len(ids) for ids in one.targets.ids]
                 results.append(list(zip(full[0].split(lengths), full[1].split(lengths), strict=True)))
         return results
+
+    def routing(
+        self, batch: Sequence[Branch], first: Sequence[int], ids: Sequence[Sequence[int]]
+    ) -> ReplayRouting | None:
+        """What sees the routing of a micro-batch, if anything is asked of it.
+
+        Another model than the policy (the reference) has its own routing: records are not its.
+        """
+        run = self.run
+        policy = run.core(self.group.model) is run.core(run.model)
+        records = [branch.routing if policy else None for branch in batch]
+        wanted = self.balance or run.config.moe.router_bias_update_rate
+        planned = run.runtime.device.type == "meta"  # there are no values to see
+        if planned or (not (policy and wanted) and all(record is None for record in records)):
+            return None
+        return ReplayRouting(run, records, first, [len(branch) for branch in ids], self.balance)
 
     def _flights(self, passes: list[_Pass]) -> Iterator[_Flight]:
         """Micro-batches that are under way together.
@@ -110,6 +129,7 @@ class _Pass:
     def __init__(self, replay: Replay, batch: Sequence[Branch], loss: TokenLoss | None) -> None:
         self.batch, self.loss, self.nonfinite = batch, loss, replay.nonfinite
         tokens, first, ids = replay.group.feed([branch.ids for branch in batch])
+        self.routing = replay.routing(batch, first, ids)
         self.tokens: Sequence[Sequence[int]] = tokens
         self.targets = Targets(first, ids)
 
@@ -128,7 +148,8 @@ class _Flight:
     """Micro-batches that go through the rounds of their state together.
 
     A response that crosses no LastKV boundary is one round: one graph, forward and backward. One that does is fed
-    without a graph up to its last round; then its rounds are swept in reverse, one round's graph alive at a time.
+    without a graph up to its last round; then its rounds are swept in reverse, one round's graph alive at a time. One
+    that crosses a boundary but is no longer than a chunk stays one graph (without a pipeline): a round may be as large.
     """
 
     def __init__(self, replay: Replay, passes: Sequence[_Pass]) -> None:
@@ -172,9 +193,8 @@ class _Flight:
         rounds = max(map(len, self.feeds))
         for number in range(rounds - 1):
             members = [j for j, feed in enumerate(self.feeds) if number < len(feed) - 1]
-            run_schedule(
-                self.run, self.model, [partial(self._feed, j, number, False) for j in members], backward=False
-            )
+            steps = [partial(self._feed, j, number, False) for j in members]
+            run_schedule(self.run, self.model, steps, backward=False, state_only=True)
             self._settle(members)
         if rounds > 1:
             dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
@@ -197,8 +217,9 @@ class _Flight:
         for one in self.passes:
             state = group.fork(len(one.batch), log)
             self.states.append(state)
-            # One graph through all rounds, where asked for and where stages need no exchange between them.
-            whole = group.whole_graph and log and self.run.runtime.layout.pp == 1
+            # One graph through all rounds, where asked for or small, and where stages need no exchange between them.
+            small = state.in_one_graph([len(tokens) for tokens in one.tokens])
+            whole = (group.whole_graph or small) and log and self.run.runtime.layout.pp == 1
             self.feeds.append([one.tokens] if whole else split_rounds(state, one.tokens))
 
     def _settle(self, members: Sequence[int]) -> None:
@@ -213,7 +234,7 @@ class _Flight:
     def _feed(self, j: int, number: int, scored: bool, model: Any) -> tuple[Tensor, Any]:
         """A round without a graph."""
         head = self._head(j) if scored else None
-        output = advance(model, self.states[j], self.feeds[j][number], head)
+        output = advance(model, self.states[j], self.feeds[j][number], head, self.passes[j].routing)
         return output, lambda values_2S: (values_2S, head.index_S) if head else None
 
     def _sweep(self, j: int, number: int, model: Any) -> tuple[Tensor, Any]:
@@ -222,7 +243,7 @@ class _Flight:
         # A view, gone after this call: only autograd holds the graph, and the schedule frees it after the backward.
         again = state.before(number)
         head = self._head(j)
-        output = advance(model, again, self.feeds[j][number], head)
+        output = advance(model, again, self.feeds[j][number], head, self.passes[j].routing)
         if last:
             return output, lambda values_2S: self.passes[j].finish(values_2S, head.index_S)
         if not self.run.core(model).post_process:

@@ -16,9 +16,12 @@ from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architec
 from megatron_lrl.errors import UserError
 from megatron_lrl.lastkv.clock import Clock
 from megatron_lrl.lastkv.state import LastKVState
+from megatron_lrl.lifetimes.balance import update_router_bias
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
 from megatron_lrl.lifetimes.ledger import Ledger, bytes_by_part
-from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
+from megatron_lrl.lifetimes.lockstep import Lockstep, check_lockstep, spans_replicas
+from megatron_lrl.lifetimes.optim import build_optimizer, gradient_buffers, wrap_ddp
+from megatron_lrl.lifetimes.routing import RoutingTotals, check_routing, routing_policy
 from megatron_lrl.lifetimes.schedule import PipelineUse
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.build import PolicyModel, build_model, check_layout
@@ -50,6 +53,11 @@ class Run:
     reference: PolicyModel | None = None
     ledger: Ledger = field(default_factory=Ledger)
     pipeline_use: PipelineUse = field(default_factory=PipelineUse)  # since the last window opened
+    lockstep: Lockstep | None = None  # where experts are shared by several dp replicas
+    routing: RoutingTotals = field(init=False)  # of the window
+
+    def __post_init__(self) -> None:
+        self.routing = RoutingTotals(self)
 
     @property
     def wide(self) -> torch.dtype:
@@ -74,8 +82,8 @@ class Run:
             attention=self.arch.attention,
             rope=str(self.arch.rope.to_dict()),
             precision=self.config.model.dtype,
-            routing="dense",
-            layout=f"tp{layout.tp} cp{layout.cp} pp{layout.pp} sp{int(core.config.sequence_parallel)}",
+            routing=routing_policy(self.arch, self.config),
+            layout=f"tp{layout.tp} cp{layout.cp} pp{layout.pp} ep{layout.ep} sp{int(core.config.sequence_parallel)}",
         )
 
     def new_state(
@@ -88,15 +96,15 @@ class Run:
     ) -> SequenceState:
         """An empty state of the model's attention kind; see `SequenceState`.
 
-        ``keep_from``: what a later sweep of tokens from this position on needs is kept, where that is more than
-        attention itself needs (LastKV's own-layer keys and values).
+        ``keep_from``: what a later sweep of tokens from this position on needs is kept, where that is more than the
+        layers themselves need (LastKV's own-layer keys and values, snapshots of recurrent states).
         """
         lastkv = self.arch.lastkv
         if lastkv is None:
-            return SequenceState(branches, 0, reserve, log)
+            return SequenceState(branches, 0, reserve, log, keep_from)
         return LastKVState(
             branches, 0, reserve, log, clock=Clock(lastkv.chunk_size), blended=lastkv.blend,
-            last_layer=self.arch.num_layers, keep_from=keep_from,
+            last_layer=self.arch.last_attention_layer, keep_from=keep_from,
         )  # fmt: skip
 
     def update_window(self) -> UpdateWindow:
@@ -112,12 +120,13 @@ class Run:
 
     def gradients_finite(self) -> bool:
         """Whether every element of this rank's gradient buffers is finite."""
-        return all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.model.buffers)
+        return all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in gradient_buffers(self.model))
 
     def step(self) -> StepResult:
         """Optimizer step with the accumulated gradient; the model version moves."""
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         _, grad_norm, _ = self.optimizer.step()
+        update_router_bias(self)
         self.scheduler.step(increment=1)
         self.version += 1
         self.measure_run_bytes()
@@ -128,7 +137,7 @@ class Run:
         ddp = self.model if hasattr(self.model, "ddp_config") else None
         parts: dict[str, list[torch.Tensor]] = {
             "parameters": list(self.core(self.model).parameters()),
-            "gradients": [] if ddp is None else [buffer.grad_data for buffer in ddp.buffers],
+            "gradients": [] if ddp is None else [buffer.grad_data for buffer in gradient_buffers(ddp)],
             "optimizer": [],
             "reference": [] if self.reference is None else list(self.reference.parameters()),
         }
@@ -210,12 +219,16 @@ def open_run(
     """
     arch = runtime.together(read_model_architecture, config)
     runtime.together(check_layout, arch, runtime.layout)
+    runtime.together(check_lockstep, config, arch, runtime.layout)
+    runtime.together(check_routing, config, arch)
     if runtime.is_main:
         print(describe_rope(arch), flush=True)
         if arch.lastkv is not None:
             print(f"attention: {arch.attention}", flush=True)
     model: Any = load_policy(config, runtime, arch)
     run = Run(config, runtime, arch, model, version=1)
+    if spans_replicas(runtime.layout):
+        run.lockstep = Lockstep(run)
     if optimizer and config.loss.kl_coef > 0:
         run.reference = load_policy(config, runtime, arch).requires_grad_(False)
     if gradients or optimizer:

@@ -6,8 +6,10 @@ pp > 1 it is 1F1B (or its forward-only form); micro-batches enter each stage in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +41,38 @@ class PipelineUse:
         return 1.0 - self.worked / self.passed if self.passed else 0.0
 
 
-def run_schedule(run: Any, model: Any, micro_batches: Sequence[MicroBatch], backward: bool) -> list[Any]:
+def run_schedule(
+    run: Any, model: Any, micro_batches: Sequence[MicroBatch], backward: bool, state_only: bool = False
+) -> list[Any]:
     """Run the micro-batches through this rank's stage. Returns their data, in order, on the last stage ([] elsewhere).
 
     With ``backward`` each micro-batch's graph is freed as soon as its gradient has been added to the buffers.
+    ``state_only``: their advances have no head. Where experts are shared by several replicas, these run together
+    (`Lockstep`).
     """
     if not micro_batches:
         return []
+
+    execute = partial(_execute, run)
+    if run.lockstep is None:
+        return execute(model, micro_batches, backward)
+    return run.lockstep.schedule(model, micro_batches, backward, state_only, execute)
+
+
+@contextmanager
+def phase(run: Any) -> Iterator[None]:
+    """A part of the work in which replicas may run different numbers of passes, and that they leave together.
+
+    Collective over the replicas that share experts; where none do, it does nothing.
+    """
+    if run.lockstep is None:
+        yield
+        return
+    with run.lockstep.phase(partial(_execute, run)):
+        yield
+
+
+def _execute(run: Any, model: Any, micro_batches: Sequence[MicroBatch], backward: bool) -> list[Any]:
     run.pipeline_use.note(len(micro_batches), run.runtime.layout.pp)
 
     def forward_step(iterator: Any, stage: Any) -> tuple[Tensor, Callable[..., Any]]:

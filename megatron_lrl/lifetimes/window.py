@@ -44,11 +44,13 @@ class UpdateWindow:
         self._groups = ExitStack()
         self._nbytes = 0
         self._nonfinite: list[str] = []  # branches of this rank whose loss was not finite
+        self.balance = 0.0  # weight of each response's auxiliary loss
 
     def __enter__(self) -> UpdateWindow:
         self.run.ledger.start_window()
         self.run.pipeline_use = PipelineUse()
         self.run.zero_grad()
+        self.run.routing.clear()
         return self
 
     def __exit__(
@@ -100,7 +102,7 @@ class UpdateWindow:
         assert self.contributions is not None
         keys = [branch.key for batch in batches for branch in batch]
         self.contributions.check(keys)
-        replay = Replay(group)
+        replay = Replay(group, self.balance)
         metrics = replay.gradient(batches, losses)
         group.sweep()
         self._nonfinite += replay.nonfinite
@@ -115,6 +117,7 @@ class UpdateWindow:
         self._require(WindowPhase.OPEN, WindowPhase.FIXED, WindowPhase.REPLAYED)
         self.drop_prefixes()
         self.run.zero_grad()
+        self.run.routing.clear()
         self._nonfinite.clear()
         if self.contributions is not None:
             self.contributions.restart()

@@ -7,6 +7,7 @@ present. Both get `SegmentCoreAttention` as core attention.
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ import torch.nn.functional as F
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.models.architecture import GDN, Architecture
 from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.runtime import Layout, Runtime
 
 platform_cpu.install()
 
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_submodules,
@@ -31,9 +33,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_lrl.attention.core import LastKVCoreAttention, SegmentCoreAttention  # noqa: E402
-from megatron_lrl.models.layer import PolicyLayer  # noqa: E402
+from megatron_lrl.models.layer import GatedSelfAttention, PolicyLayer  # noqa: E402
 from megatron_lrl.models.norm import RMSNorm  # noqa: E402
 from megatron_lrl.models.rotary import PositionRotaryEmbedding  # noqa: E402
+from megatron_lrl.models.router import PolicyRouter  # noqa: E402
 
 
 class RowParallelLinearWithBias(RowParallelLinear):
@@ -53,6 +56,11 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture in this layout."""
     check_layout(arch, layout)
+    if arch.moe is not None and layout.tp > 1 and sequence_parallel is False:
+        raise UserError(
+            f"parallel.sequence_parallel = false: with experts and parallel.tp = {layout.tp} each tp rank routes its own "
+            "tokens; valid: true"
+        )
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -64,9 +72,12 @@ def transformer_config(
         activation_func=F.silu,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
+        layernorm_zero_centered_gamma=arch.zero_centered_norm,
         qk_layernorm=arch.qk_norm,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
+        attention_output_gate=arch.output_gate,
+        rotary_interleaved=arch.rope.interleaved,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -88,25 +99,101 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_expert_settings(arch, layout),
+        **_recurrent_settings(arch),
     )
 
 
-def layer_spec(arch: Architecture, transformer_engine: bool) -> TransformerBlockSubmodules | ModuleSpec:
-    """One transformer layer with `SegmentCoreAttention`, on local or Transformer Engine modules."""
+def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, Any]:
+    """What Megatron-Core's layers read of the experts; the routing itself is `PolicyRouter`'s."""
+    moe = arch.moe
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(sparse) for sparse in arch.moe_layers],
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": True,  # the softmax is over all experts
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "moe_grouped_gemm": use_transformer_engine(),
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.tp,
+    }
+
+
+def _recurrent_settings(arch: Architecture) -> dict[str, Any]:
+    """Sizes of Gated DeltaNet layers, as Megatron-Core names them."""
+    gdn = arch.gdn
+    if gdn is None:
+        return {}
+    return {
+        "linear_num_key_heads": gdn.key_heads,
+        "linear_num_value_heads": gdn.value_heads,
+        "linear_key_head_dim": gdn.key_dim,
+        "linear_value_head_dim": gdn.value_dim,
+        "linear_conv_kernel_dim": gdn.conv_kernel,
+    }
+
+
+def layer_spec(arch: Architecture, transformer_engine: bool, layer: int = 0) -> ModuleSpec:
+    """Transformer layer ``layer`` (0-based, of the whole model), on local or Transformer Engine modules.
+
+    Attention layers get `SegmentCoreAttention`, others Gated DeltaNet; expert layers get `PolicyRouter`.
+    """
+    sparse, recurrent = arch.moe_layers[layer], arch.mixers[layer] == GDN
+    experts = arch.moe.num_experts if sparse and arch.moe is not None else None
+    norm: Any
     if transformer_engine:
-        submodules = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=arch.qk_norm)
+        norm = TESpecProvider().layer_norm()
+        submodules = get_gpt_layer_with_transformer_engine_submodules(
+            num_experts=experts, moe_grouped_gemm=sparse, qk_layernorm=arch.qk_norm
+        )
     else:
-        submodules = get_gpt_layer_local_submodules(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
-        submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-        if arch.qk_norm:
-            attention = submodules.self_attention.submodules
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        norm = RMSNorm
+        submodules = get_gpt_layer_local_submodules(
+            num_experts=experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
+        )
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
+        submodules.sharded_state_dict_keys_map = _fused_norm_names(sparse, recurrent)
+    if recurrent:
+        from megatron_lrl.models.gdn import gdn_spec
+
+        submodules.self_attention = gdn_spec(arch, transformer_engine)
+    else:
+        submodules.self_attention.module = GatedSelfAttention
+        attention = submodules.self_attention.submodules
+        if arch.qk_norm and not transformer_engine:
+            attention.q_layernorm = attention.k_layernorm = norm
         if arch.attention_output_bias:
-            submodules.self_attention.submodules.linear_proj = RowParallelLinearWithBias
-    submodules.self_attention.submodules.core_attention = (
-        SegmentCoreAttention if arch.lastkv is None else LastKVCoreAttention
-    )
-    return ModuleSpec(module=PolicyLayer, submodules=submodules)
+            attention.linear_proj = RowParallelLinearWithBias
+        attention.core_attention = SegmentCoreAttention if arch.lastkv is None else LastKVCoreAttention
+    if sparse:
+        assert arch.moe is not None
+        # A partial around Megatron-Core's MoELayer; only the router is ours.
+        submodules.mlp.keywords["submodules"].router = partial(PolicyRouter, spec=arch.moe)
+    params = {"sandwich_norm": norm} if arch.sandwich_norms else {}
+    return ModuleSpec(module=PolicyLayer, submodules=submodules, params=params)
+
+
+def _fused_norm_names(sparse: bool, recurrent: bool) -> dict[str, str]:
+    """Names that distributed checkpoints give the local spec's norms: those of Transformer Engine's fused modules."""
+    names = {"input_layernorm.": f"self_attention.{'in_proj' if recurrent else 'linear_qkv'}.layer_norm_"}
+    return names if sparse else {**names, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def stage_spec(
+    arch: Architecture, stages: int, stage: int, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage and the final norm."""
+    count = arch.num_layers // stages
+    layers = [layer_spec(arch, transformer_engine, i) for i in range(stage * count, (stage + 1) * count)]
+    final = TESpecProvider().layer_norm() if transformer_engine else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final)
 
 
 class PolicyModel(GPTModel):
@@ -122,10 +209,9 @@ class PolicyModel(GPTModel):
         device: torch.device,
     ) -> None:
         transformer_engine = use_transformer_engine() and device.type == "cuda"
-        spec = layer_spec(arch, transformer_engine)
-        if not transformer_engine:
-            per_stage = arch.num_layers // config.pipeline_model_parallel_size
-            spec = TransformerBlockSubmodules(layer_specs=[spec] * per_stage, layer_norm=RMSNorm)
+        spec = stage_spec(
+            arch, config.pipeline_model_parallel_size, pg_collection.pp.rank(), transformer_engine
+        )
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
@@ -141,8 +227,9 @@ class PolicyModel(GPTModel):
         self.position_embedding_type = "rope"
         self.rotary_pos_emb = PositionRotaryEmbedding(arch.rope, config.params_dtype, device)
         for layer in self.decoder.layers:
-            # Megatron-Core's name for the factor on cos and sin; it would derive its own from YaRN settings.
-            layer.self_attention._yarn_concentration_factor = arch.rope.attention_factor
+            if isinstance(layer.self_attention, GatedSelfAttention):
+                # Megatron-Core's name for the factor on cos and sin; it would derive its own from YaRN settings.
+                layer.self_attention._yarn_concentration_factor = arch.rope.attention_factor
 
 
 def build_model(

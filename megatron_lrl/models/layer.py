@@ -8,33 +8,97 @@ Legend: m slots of this rank (/ tp under sequence parallelism for hidden states)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 
+class GatedSelfAttention(SelfAttention):
+    """Megatron-Core's self-attention with the output gate in the activation dtype, as transformers has it."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [m, 1, H d] times the sigmoid of gate [m, 1, H, d]."""
+        return x * torch.sigmoid(gate.reshape(x.shape))
+
+
 class PolicyLayer(TransformerLayer):
-    """Megatron-Core's layer; the model's last one stops at its keys and values if nothing reads further."""
+    """Megatron-Core's layer; the model's last one stops at its keys and values if nothing reads further.
+
+    With ``sandwich_norm`` the outputs of attention and MLP are normed before they join the residual.
+    """
+
+    def __init__(
+        self, config: Any, submodules: Any, *args: Any, sandwich_norm: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        if sandwich_norm is not None:
+            size = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+            self.post_self_attn_layernorm = sandwich_norm(config=config, **size)
+            self.post_mlp_layernorm = sandwich_norm(config=config, **size)
+            # What joins the residual, both times.
+            self.self_attn_bda: Any = _normed(submodules.self_attn_bda, self.post_self_attn_layernorm)
+            self.mlp_bda: Any = _normed(submodules.mlp_bda, self.post_mlp_layernorm)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As Megatron-Core's. The short form returns no rows: [0, 1, hidden], which the final norm passes on."""
+        """As Megatron-Core's. The short form returns no rows, [0, 1, hidden], which the final norm passes on: a slice
+        of its input, so that a zero gradient finds its way to every layer before it."""
         advance = kwargs.get("packed_seq_params")
         if getattr(advance, "state_only", False) and self.layer_number == self.config.num_layers:
-            return self._append(kwargs["hidden_states"], kwargs["rotary_pos_emb"], advance), kwargs.get("context")
+            return self._append(kwargs["hidden_states"], kwargs["rotary_pos_emb"], advance), kwargs.get(
+                "context"
+            )
         return super().forward(*args, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron-Core's; the pass's routing hook, if it has one, sees this layer's router."""
+        hook = getattr(kwargs.get("packed_seq_params"), "routing", None)
+        if hook is None or not self.is_moe_layer:
+            return super()._forward_mlp(hidden_states, *args, **kwargs)
+        router = self.mlp.router
+        router.hook = hook
+        try:
+            return super()._forward_mlp(hidden_states, *args, **kwargs)
+        finally:
+            router.hook = None
 
     def _append(self, hidden_smh: Tensor, angles: Any, advance: Any) -> Tensor:
         """Compute the layer's keys and values and hand them to the state."""
-        attention = self.self_attention
-        _, key, value = attention.get_query_key_value_tensors(self.input_layernorm(hidden_smh), None)
-        key = apply_rotary_pos_emb(
-            key,
-            angles[1] if isinstance(angles, tuple) else angles,
-            config=self.config,
-            mscale=attention._yarn_concentration_factor,
-            cp_group=attention.pg_collection.cp,
-        )
-        advance.append(self.layer_number, key.squeeze(1), value.squeeze(1))
-        return hidden_smh.new_empty(0, *hidden_smh.shape[1:])
+        attention, normed_smh = self.self_attention, self.input_layernorm(hidden_smh)
+        if isinstance(attention, SelfAttention):
+            # Query, key, value, and the output gate where there is one.
+            _, key, value, *_ = attention.get_query_key_value_tensors(
+                normed_smh, None, output_gate=self.config.attention_output_gate
+            )
+            key = apply_rotary_pos_emb(
+                key,
+                angles[1] if isinstance(angles, tuple) else angles,
+                config=self.config,
+                mscale=attention._yarn_concentration_factor,
+                cp_group=attention.pg_collection.cp,
+            )
+            advance.append(self.layer_number, key.squeeze(1), value.squeeze(1))
+        else:  # a recurrent layer's state grows as it runs
+            attention(normed_smh, None, packed_seq_params=advance)
+        return hidden_smh[:0]
+
+
+def _normed(add: Callable[..., Any], norm: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Megatron-Core's bias-dropout-add with a norm on what is added."""
+
+    def build(*settings: Any) -> Callable[..., Tensor]:
+        join = add(*settings)
+
+        def joined(
+            output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+        ) -> Tensor:
+            output, bias = output_with_bias
+            return join((norm(output if bias is None else output + bias), None), residual, dropout)
+
+        return joined
+
+    return build

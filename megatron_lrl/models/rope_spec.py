@@ -5,7 +5,7 @@ The frequency formulas are transformers' own (`ROPE_INIT_FUNCTIONS`, and the Lla
 `default`); this module only decides which fields may reach them. Both spellings of the settings are read:
 `rope_parameters` (transformers 5) and `rope_scaling` + `rope_theta` (older).
 
-Shapes: D = head_dim; an inverse-frequency vector is [D/2].
+Shapes: D = dimensions of a head that rotate; an inverse-frequency vector is [D/2].
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ ROPE_FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """The effective rotary embedding of a model: half-split ("rotate_half") rotation of the whole head.
+    """The effective rotary embedding of a model, on the first `rotary_dim` dimensions of each head.
 
     Attributes:
         kind: `default`, `linear`, `llama3` or `yarn`.
         theta: base of the frequencies.
         parameters: the fields of this kind (`ROPE_FIELDS`), defaults that depend on the model filled in.
         attention_factor: multiplies cos and sin (1.0 except for `yarn`).
-        head_dim: D, even; every dimension is rotated.
+        head_dim: width of a head, even.
         max_position_embeddings: as config.json states it; some formulas read it.
+        rotary_dim: D, even: how many dimensions rotate; 0 stands for all and becomes head_dim.
+        interleaved: dimension 2i pairs with 2i + 1; otherwise i pairs with i + D/2 ("rotate_half").
     """
 
     kind: str
@@ -65,6 +67,12 @@ class RopeSpec:
     max_position_embeddings: int
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
     attention_factor: float = 1.0
+    rotary_dim: int = 0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rotary_dim:
+            object.__setattr__(self, "rotary_dim", self.head_dim)
 
     def inv_freq(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, float]:
         """Inverse frequencies [D/2] on the CPU and the factor on cos and sin.
@@ -94,11 +102,21 @@ class RopeSpec:
             "max_position_embeddings": self.max_position_embeddings,
             "parameters": dict(sorted(self.parameters.items())),
             "attention_factor": self.attention_factor,
+            "rotary_dim": self.rotary_dim,
+            "interleaved": self.interleaved,
         }
 
 
 def read_rope(
-    raw: Mapping[str, Any], *, head_dim: int, max_positions: int, theta: float, source: str
+    raw: Mapping[str, Any],
+    *,
+    head_dim: int,
+    max_positions: int,
+    theta: float,
+    source: str,
+    partial: float | None = None,
+    interleaved: bool = False,
+    mrope: bool = False,
 ) -> RopeSpec:
     """Read the rotary settings of a config.json.
 
@@ -107,9 +125,14 @@ def read_rope(
         head_dim, max_positions: the model's, already validated.
         theta: the family's default base, used when the file names none.
         source: the file, for messages.
+        partial: the family's default share of the head that rotates; None: the family rotates whole heads.
+        interleaved: which dimensions form a pair, see `RopeSpec`.
+        mrope: the family has sections for image positions. On text they all hold the same position, so that the
+            rotation is the plain one: the fields are accepted and have no effect.
 
     Raises:
-        UserError: unsupported kind, unknown, missing, contradictory or ill-typed field, partial rotation.
+        UserError: unsupported kind, unknown, missing, contradictory or ill-typed field, partial rotation in a
+            family without.
     """
     key, given = _rope_section(raw, source)
     where = f"{source}: {key}"
@@ -119,6 +142,8 @@ def read_rope(
     parameters: dict[str, Any] = {}
     for name, value in given.items():
         if name in ("rope_type", "type", "rope_theta", "partial_rotary_factor") or value is None:
+            continue
+        if mrope and name in ("mrope_section", "mrope_interleaved"):
             continue
         if name not in required | optional:
             valid = ", ".join(sorted(required | optional | {"rope_type", "rope_theta"}))
@@ -133,9 +158,7 @@ def read_rope(
     if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
         raise UserError(f"{where}.high_freq_factor must be larger than low_freq_factor")
 
-    for partial in (given.get("partial_rotary_factor"), raw.get("partial_rotary_factor")):
-        if partial not in (None, 1, 1.0):
-            raise UserError(f"{where}: partial_rotary_factor = {partial!r} is not supported; valid: 1.0")
+    rotary_dim = _rotary_dim(given, raw, head_dim, partial, where)
     _resolve_original_length(parameters, raw, kind, max_positions, source, where)
 
     spec = RopeSpec(
@@ -144,6 +167,8 @@ def read_rope(
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         parameters=parameters,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
     )
     try:
         inv_freq, attention_factor = spec.inv_freq()
@@ -152,6 +177,29 @@ def read_rope(
     if not bool(torch.isfinite(inv_freq).all()) or not attention_factor > 0:
         raise UserError(f"{where} gives frequencies that are not finite: check theta and the factors")
     return RopeSpec(**{**vars(spec), "attention_factor": float(attention_factor)})
+
+
+def _rotary_dim(
+    given: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int, default: float | None, where: str
+) -> int:
+    """Dimensions that rotate: transformers' order is the section's own field, the top level's, the family's."""
+    key = "partial_rotary_factor"
+    stated = [section[key] for section in (given, raw) if section.get(key) is not None]
+    if default is None:
+        for value in stated:
+            if value not in (1, 1.0):
+                raise UserError(f"{where}: {key} = {value!r} is not supported; valid: 1.0")
+        return head_dim
+    factors = [float(_number(value, f"{where}: {key}")) for value in stated] or [default]
+    if len(set(factors)) > 1:
+        raise UserError(f"{where}.{key} = {factors[0]!r} contradicts {key} = {factors[1]!r} at the top level")
+    rotary_dim = int(head_dim * factors[0])
+    if not 0 < factors[0] <= 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise UserError(
+            f"{where}: {key} = {factors[0]!r} must be at most 1 and give an even number of the "
+            f"{head_dim} dimensions of a head, at least 2"
+        )
+    return rotary_dim
 
 
 def _rope_section(raw: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
@@ -257,11 +305,11 @@ def _compute(spec: RopeSpec, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
             function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
         )
     # Only head_dim, the positions and the rotary fields are read by these functions; the family does not
-    # matter.
+    # matter, and the head's width only as the number of dimensions that rotate.
     config = LlamaConfig(
-        hidden_size=spec.head_dim,
+        hidden_size=spec.rotary_dim,
         num_attention_heads=1,
-        head_dim=spec.head_dim,
+        head_dim=spec.rotary_dim,
         max_position_embeddings=spec.max_position_embeddings,
         rope_parameters={"rope_type": spec.kind, "rope_theta": spec.theta, **spec.parameters},
     )

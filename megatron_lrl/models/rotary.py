@@ -17,6 +17,7 @@ class PositionRotaryEmbedding(RotaryEmbedding):
     Megatron-Core asks for a length and then for the angles of that many positions; here the "length" is the tensor
     of positions itself, so one stage of a pipeline and one slice of a context-parallel chunk need no offset.
     Angles are computed in float32, as transformers does, and in float64 when the model is float64.
+    Pairs of neighbours (``rope.interleaved``) rely on Megatron-Core's ``rotary_interleaved`` in the model's config.
     The spec's attention factor multiplies cos and sin in Megatron-Core's attention (set by `build`).
     """
 
@@ -25,7 +26,7 @@ class PositionRotaryEmbedding(RotaryEmbedding):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         inv_freq, _ = rope.inv_freq(wide)
         self.inv_freq = inv_freq.to(device)
-        self.rotary_interleaved = False
+        self.rotary_interleaved = rope.interleaved
         self.cp_group = None
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +34,14 @@ class PositionRotaryEmbedding(RotaryEmbedding):
         advance = kwargs.get("packed_seq_params") or args[-1]
         return advance.positions_m
 
-    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles [m, 1, 1, d] of the positions [m] that stand in ``max_seq_len``."""
+    def forward(
+        self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> Tensor:
+        """Angles [m, 1, 1, rotary_dim] of the positions [m] that stand in ``max_seq_len``.
+
+        Each pair of dimensions holds its angle twice: in both halves, or, interleaved, side by side.
+        """
         angles = torch.outer(max_seq_len.to(self.inv_freq.dtype), self.inv_freq)
+        if self.rotary_interleaved:
+            return angles.repeat_interleave(2, dim=-1)[:, None, None, :]
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]

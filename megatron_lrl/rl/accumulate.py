@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.group import GroupPhase, PromptGroup
 from megatron_lrl.lifetimes.ledger import storage_bytes
 from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss, batches_of
-from megatron_lrl.lifetimes.schedule import from_last_stage
+from megatron_lrl.lifetimes.routing import RecordedRouting
+from megatron_lrl.lifetimes.schedule import from_last_stage, phase
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
 from megatron_lrl.rl.advantage import group_advantages
 from megatron_lrl.rl.loss import merge_metrics, policy_loss, token_weights, window_totals
+from megatron_lrl.rl.routing import Routing
 from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.rl.types import Group
 from megatron_lrl.runtime import Runtime
@@ -44,9 +48,10 @@ class WindowPlan:
     def __init__(self, groups: Sequence[Group], config: Config, dp: int = 1, dp_rank: int = 0) -> None:
         """``groups``: all of the window, in the same order on every rank.
 
-        Raises `UserError` for a group whose advantage cannot be computed.
+        Raises `UserError` for a group whose advantage cannot be computed, or whose routing is missing.
         """
         self.groups = list(groups)
+        require_routing(groups, config)
         self.totals = window_totals(groups)
         self.local = self.groups[dp_rank::dp]
         weights = token_weights(groups, config.loss.aggregate, self.totals)
@@ -62,6 +67,11 @@ class WindowPlan:
                 )
 
     @property
+    def records_routing(self) -> bool:
+        """Whether any response of the window has a record."""
+        return any(response.routing is not None for group in self.groups for response in group.responses)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the recorded per-token values."""
         tensors = [t for terms in self.terms.values() for t in vars(terms).values() if t is not None]
@@ -73,8 +83,28 @@ class WindowPlan:
 
 
 def branches_of(group: Group) -> list[Branch]:
-    """The group's responses as branches of a replay."""
-    return [Branch(BranchKey(group.id, i), response.ids) for i, response in enumerate(group.responses)]
+    """The group's responses as branches of a replay, with their recorded routing."""
+    return [
+        Branch(BranchKey(group.id, i), response.ids, _recorded(response.routing))
+        for i, response in enumerate(group.responses)
+    ]
+
+
+def _recorded(routing: Routing | None) -> RecordedRouting | None:
+    return None if routing is None else RecordedRouting(routing.layers, *routing.tensors())
+
+
+def require_routing(groups: Sequence[Group], config: Config) -> None:
+    """Raise `UserError` for a response without a record, if replay is to use it."""
+    if not config.replay.use_recorded_routing:
+        return
+    for group in groups:
+        for index, response in enumerate(group.responses):
+            if response.routing is None:
+                raise UserError(
+                    f"replay.use_recorded_routing = true, but response {index} of group {group.id!r} has no recorded "
+                    "routing; sample with rollout.record_routing = true"
+                )
 
 
 def score_group(group: PromptGroup, branches: Sequence[Branch], concurrent: int) -> dict[BranchKey, Tensor]:
@@ -157,7 +187,9 @@ def accumulate(
         disable=quiet or not run.runtime.is_main,
     )  # fmt: skip
     watch = watch or Stopwatch()
-    with bar:
+    _share_reference(window, reference)
+    window.balance = config.moe.aux_loss_coef / plan.totals.responses
+    with bar, phase(run):
         for group in plan.local:
             prefix = (captured or {}).get(group.id)
             if prefix is None:
@@ -168,7 +200,8 @@ def accumulate(
                     for metrics in window.replay(prefix, batches, losses):
                         merged = merge_metrics(merged, metrics)
             bar.update(len(group.responses))
-    return _merge_over_ranks(merged, run.runtime)
+    sums = _merge_over_ranks(merged, run.runtime)
+    return {**sums, **run.routing.mismatch()} if plan.records_routing else sums
 
 
 def _losses(
@@ -203,6 +236,12 @@ def _losses(
     return batches, losses
 
 
+def _share_reference(window: UpdateWindow, reference: Any) -> None:
+    """Replicas that share experts serve each other's passes of the reference model too."""
+    if window.run.lockstep is not None:
+        window.run.lockstep.reference = reference
+
+
 def nonfinite_branches(window: UpdateWindow, plan: WindowPlan, reference: Any = None) -> str:
     """Replay the window's branches one by one to find whose gradient is NaN or infinite; the same text on all ranks.
 
@@ -210,20 +249,48 @@ def nonfinite_branches(window: UpdateWindow, plan: WindowPlan, reference: Any = 
     """
     run, watch, names = window.run, Stopwatch(), []
     window.restart()
-    for group in plan.local:
+    _share_reference(window, reference)
+
+    def alone(name: str, action: Callable[[], Any] | None) -> None:
+        """Gradient of one action of one replica; where replicas share experts, some of it lies on the others."""
+        run.zero_grad()
+        with phase(run):
+            if action is not None:
+                action()
+        finite = run.gradients_finite()
+        if run.lockstep is not None:
+            finite = run.lockstep.all_true(finite)
+        if not finite and action is not None:
+            names.append(name)
+
+    # Replicas that share experts take turns, so that no other branch's gradient is in the buffers.
+    for group in plan.local if run.lockstep is None else plan.groups:
+        if group not in plan.local:
+            with phase(run):  # its capture
+                pass
+            for _ in range(len(group.responses) + 1):
+                alone("", None)
+            continue
         with closing(window.prompt_group(group.id, group.prompt_ids)) as prefix:
-            for batch, loss in zip(*_losses(window, plan, group, prefix, 1, reference, watch), strict=True):
-                run.zero_grad()
-                Replay(prefix).gradient([batch], [loss])
-                if not run.gradients_finite():
-                    names.append(str(batch[0].key))
-            run.zero_grad()
-            prefix.sweep()
-            if not run.gradients_finite():
-                names.append(f"the prefix of {group.id}")
+            with phase(run):
+                batches, losses = _losses(window, plan, group, prefix, 1, reference, watch)
+            for batch, loss in zip(batches, losses, strict=True):
+                alone(str(batch[0].key), partial(Replay(prefix).gradient, [batch], [loss]))
+            alone(f"the prefix of {group.id}", prefix.sweep)
     run.zero_grad()
     found = sorted({name for part in run.runtime.gather_objects(names) for name in part})
     return ", ".join(found) if found else "no branch alone, only their sum"
+
+
+def routing_mismatch(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Share of (token, expert layer) whose experts differ from the record, and the largest difference of a weight among
+    the others; nothing if the window had no record."""
+    if "routing_pairs_sum" not in sums:
+        return {}
+    return {
+        "routing/mismatch": float(sums["routing_differing_sum"]) / max(1.0, float(sums["routing_pairs_sum"])),
+        "routing/weight_difference_max": float(sums["routing_weight_difference_max"]),
+    }
 
 
 def _no_tokens(dtype: torch.dtype, settings: LossTable, device: torch.device) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.rl.routing import RoutingShape, routing_of
 from megatron_lrl.rl.types import Group, Prompt, Response
 
 # Log-probabilities are at most 0; low-precision samplers overshoot by their rounding.
@@ -36,6 +37,7 @@ class Limits:
 
     vocab_size: int
     max_positions: int | None = None
+    routing: RoutingShape | None = None  # of a model with experts
 
 
 def read_prompts(
@@ -92,11 +94,11 @@ def read_trajectories(path: str | Path, limits: Limits) -> Iterator[Group]:
     """Stream groups, one a line:
 
         {"id": "g0", "prompt_ids": [...],
-         "responses": [{"ids": [...], "reward": 1.0, "logprobs": [...], "advantage": 0.5}]}
+         "responses": [{"ids": [...], "reward": 1.0, "logprobs": [...], "advantage": 0.5, "routing": {...}}]}
 
-    reward, logprobs and advantage are optional; other keys are ignored, unless they look like a misspelling
-    of these. Raises UserError (file:line) for malformed JSON, a missing or wrong field, an empty prompt or
-    response, an id outside the vocabulary, numbers that are not finite, logprobs of the wrong length, a
+    reward, logprobs, advantage and routing (see `rl.routing`) are optional; other keys are ignored, unless they
+    look like a misspelling of these. Raises UserError (file:line) for malformed JSON, a missing or wrong field, an
+    empty prompt or response, an id outside the vocabulary, numbers that are not finite, logprobs of the wrong length, a
     duplicate group id, prompt + response longer than limits.max_positions, and a file without groups.
     """
     seen: dict[str, int] = {}
@@ -130,6 +132,8 @@ def group_record(group: Group) -> dict[str, Any]:
             item["logprobs"] = list(response.logprobs)
         if response.advantage is not None:
             item["advantage"] = response.advantage
+        if response.routing is not None:
+            item["routing"] = response.routing.to_json()
         responses.append(item)
     return {"id": group.id, "prompt_ids": list(group.prompt_ids), "responses": responses}
 
@@ -240,7 +244,7 @@ def _ids(value: Any, where: str, field: str, limits: Limits) -> tuple[int, ...]:
 def _response(item: Any, where: str, limits: Limits) -> Response:
     if not isinstance(item, dict):
         raise UserError(f"{where} must be an object, found {_short(item)}")
-    _refuse_misspellings(item, ("ids", "reward", "logprobs", "advantage"), where)
+    _refuse_misspellings(item, ("ids", "reward", "logprobs", "advantage", "routing"), where)
     ids = _ids(item.get("ids"), where, "ids", limits)
     logprobs = item.get("logprobs")
     if logprobs is not None:
@@ -256,7 +260,10 @@ def _response(item: Any, where: str, limits: Limits) -> Response:
         field: None if item.get(field) is None else _number(item[field], where, f'"{field}"')
         for field in ("reward", "advantage")
     }
-    return Response(ids=ids, logprobs=logprobs, **optional)
+    routing = None
+    if item.get("routing") is not None:
+        routing = routing_of(item["routing"], len(ids), where, limits.routing)
+    return Response(ids=ids, logprobs=logprobs, routing=routing, **optional)
 
 
 def _number(value: Any, where: str, field: str) -> float:

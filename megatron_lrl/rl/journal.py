@@ -24,6 +24,7 @@ from typing import Any
 from megatron_lrl.config import differing_settings
 from megatron_lrl.errors import UserError
 from megatron_lrl.rl.data import group_record
+from megatron_lrl.rl.routing import Routing
 from megatron_lrl.rl.types import Group, Prompt, Response
 from megatron_lrl.settings import Config
 
@@ -127,7 +128,11 @@ def _group(record: dict[str, Any]) -> Group:
 def _response(item: dict[str, Any]) -> Response:
     logprobs: Sequence[float] | None = item.get("logprobs")
     return Response(
-        tuple(item["ids"]), item.get("reward"), None if logprobs is None else tuple(logprobs), item.get("advantage")
+        tuple(item["ids"]),
+        item.get("reward"),
+        None if logprobs is None else tuple(logprobs),
+        item.get("advantage"),
+        None if item.get("routing") is None else Routing.from_json(item["routing"]),
     )
 
 

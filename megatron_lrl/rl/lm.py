@@ -17,7 +17,7 @@ from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, TokenLoss
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.lifetimes.schedule import from_last_stage
+from megatron_lrl.lifetimes.schedule import from_last_stage, phase
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
 from megatron_lrl.rl.lm_data import Corpus
 from megatron_lrl.rl.stopwatch import Stopwatch
@@ -87,7 +87,10 @@ class LmTrainer:
             window.fix(branch.key for batch in batches for branch in batch)
         loss: TokenLoss = _mean_over(tokens)
         with watch.phase("replay"):
-            sums = window.replay(Documents(run), batches, [loss] * len(batches))
+            documents = sum(map(len, sequences))
+            window.balance = run.config.moe.aux_loss_coef / max(1, documents)
+            with phase(run):
+                sums = window.replay(Documents(run), batches, [loss] * len(batches))
             total = torch.zeros((), dtype=torch.float64, device=run.runtime.device)
             for part in sums:
                 total += part["loss_sum"].double()

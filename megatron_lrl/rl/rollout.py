@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.routing import Recorder
 from megatron_lrl.lifetimes.schedule import from_last_stage, run_schedule, sum_over_cp
+from megatron_lrl.rl.routing import Routing
 from megatron_lrl.rl.sampling import SampleHead, uniform
 from megatron_lrl.rl.types import Response
 from megatron_lrl.state import SequenceState, advance
@@ -48,6 +50,9 @@ class Sampler:
         entropy, active = 0.0, list(range(responses))  # active: state branch -> response
         with torch.no_grad():
             state = group.fork(responses)
+            recorder = None
+            if settings.record_routing:
+                recorder = Recorder(self.run, responses, len(group.prompt_ids) - 1)
             feed = [[group.prompt_ids[-1]]] * responses
             done: set[int] = set()
             for index in range(max_new_tokens):
@@ -58,7 +63,9 @@ class Sampler:
                         for response in active[first:]
                     ]
 
-                values_3n = self._step(group, state, feed, uniforms)
+                if recorder is not None:
+                    recorder.active = active
+                values_3n = self._step(group, state, feed, uniforms, recorder)
                 for branch, response in enumerate(active):
                     if response in done:
                         continue
@@ -77,12 +84,19 @@ class Sampler:
                 # A finished response that still has a branch is fed its last token; nothing reads the outcome.
                 feed = [[ids[response][-1]] for response in active]
             state.close()
+        routing: list[Routing | None] = [None] * responses
+        if recorder is not None:
+            records = recorder.records([len(i) for i in ids])
+            routing = [Routing.of(r.layers, r.expert_RLk, r.weight_RLk) for r in records]
         sampled = tuple(
-            Response(tuple(i), logprobs=tuple(p)) for i, p in zip(ids, logprobs, strict=True)
+            Response(tuple(i), logprobs=tuple(p), routing=r)
+            for i, p, r in zip(ids, logprobs, routing, strict=True)
         )
         return Rollout(sampled, entropy / sum(map(len, ids)))
 
-    def _step(self, group: PromptGroup, state: SequenceState, feed: list[list[int]], uniforms: Any) -> Tensor:
+    def _step(
+        self, group: PromptGroup, state: SequenceState, feed: list[list[int]], uniforms: Any, routing: Recorder | None
+    ) -> Tensor:
         """[3, branches] token, log-probability, entropy of each branch's next token, on every rank, on the CPU."""
         settings, runtime = self.run.config.rollout, self.run.runtime
         values = torch.zeros(3, len(feed), dtype=torch.float64, device=runtime.device)
@@ -95,7 +109,7 @@ class Sampler:
                 local.append(layout.local_start)
                 return head(hidden, layout, core)
 
-            output = advance(model, state, feed, sample)
+            output = advance(model, state, feed, sample, routing)
 
             def finish(out_3n: Tensor) -> None:
                 values[:, local[0] : local[0] + out_3n.shape[1]] = out_3n

@@ -24,9 +24,16 @@ from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.replay import NonFiniteLoss
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run, StepResult
+from megatron_lrl.lifetimes.schedule import phase
 from megatron_lrl.lifetimes.stale import Drift, LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
-from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, nonfinite_branches
+from megatron_lrl.rl.accumulate import (
+    WindowPlan,
+    accumulate,
+    branches_of,
+    nonfinite_branches,
+    routing_mismatch,
+)
 from megatron_lrl.rl.data import prompts_at
 from megatron_lrl.rl.journal import Journal, Recorded
 from megatron_lrl.rl.loss import summarise
@@ -105,6 +112,7 @@ class Trainer:
         metrics = {
             **_metrics(done.plan, done.sums, result, watch),
             **_staleness(done.drifts),
+            **routing_mismatch(done.sums),
             **done.omitted,
             "rollout/entropy": done.recorded.entropy,
             "update/skipped": float(done.fault is not None),
@@ -124,11 +132,15 @@ class Trainer:
             captured: dict[str, PromptGroup] = {}
             recorded = self._recall(number)
             if recorded is None:
-                captured, rollouts = self._sample(window, resident, number, watch)
+                with phase(run):
+                    captured, rollouts = self._sample(window, resident, number, watch)
                 recorded = self._record(number, rollouts)
             plan = WindowPlan(recorded.groups, run.config, runtime.dp, runtime.dp_rank)
             if self.stale is not None and not captured:
-                captured = {g.id: self.stale.lease(window, g.id, g.prompt_ids, quiet=False) for g in plan.local}
+                with phase(run):
+                    captured = {
+                        g.id: self.stale.lease(window, g.id, g.prompt_ids, quiet=False) for g in plan.local
+                    }
             with watch.phase("score"):
                 drifts = self._drifts(window, plan, captured)
             exact = exact_gradient(run, plan, watch) if measures_omitted(run.config, number) else None
@@ -151,10 +163,11 @@ class Trainer:
             return []
         leased = [group for group in captured.values() if isinstance(group, LeasedGroup) and group.age]
         mine: list[Drift] = []
-        if leased:
-            oldest = max(leased, key=lambda group: group.age)
-            group = next(group for group in plan.local if group.id == oldest.name)
-            mine = [self.stale.drift(window, oldest, branches_of(group)[0])]
+        with phase(self.run):
+            if leased:
+                oldest = max(leased, key=lambda group: group.age)
+                group = next(group for group in plan.local if group.id == oldest.name)
+                mine = [self.stale.drift(window, oldest, branches_of(group)[0])]
         runtime = self.run.runtime
         leading = mine if runtime.is_replica_leader else []
         return [drift for part in runtime.gather_objects(leading) for drift in part]

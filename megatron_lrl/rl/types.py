@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_lrl.rl.routing import Routing
+
 
 @dataclass(frozen=True)
 class Response:
@@ -19,12 +21,14 @@ class Response:
     reward: the verifiable reward, or None while it is not known.
     logprobs: natural log-probabilities of `ids` under the distribution they were sampled from, one per token.
     advantage: set when it was recorded; otherwise it is computed from the group's rewards.
+    routing: experts and weights that the sampler gave its tokens, if they were recorded.
     """
 
     ids: tuple[int, ...]
     reward: float | None = None
     logprobs: tuple[float, ...] | None = None
     advantage: float | None = None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,18 @@ from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.plan_report import against_measured, plan_of_run
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.retry_connections import Connections
+from megatron_lrl.lifetimes.routing import expert_layers
 from megatron_lrl.lifetimes.run import open_run, read_model_architecture
+from megatron_lrl.lifetimes.schedule import phase
 from megatron_lrl.models.hf_config import Architecture
-from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, score_group
+from megatron_lrl.rl.accumulate import (
+    WindowPlan,
+    accumulate,
+    branches_of,
+    require_routing,
+    routing_mismatch,
+    score_group,
+)
 from megatron_lrl.rl.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
 from megatron_lrl.rl.journal import Journal
 from megatron_lrl.rl.lm import LmTrainer
@@ -32,6 +41,7 @@ from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.output import check_output, claim_output, require_writable
 from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rl.rollout import Rollout
+from megatron_lrl.rl.routing import RoutingShape
 from megatron_lrl.rl.text import Text, hf_folder
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rl.types import Group, Prompt
@@ -42,7 +52,10 @@ from megatron_lrl.tracking import Tracker
 
 def limits(arch: Architecture) -> Limits:
     """What token ids and lengths this model takes."""
-    return Limits(arch.vocab_size, arch.max_positions)
+    shape = None
+    if arch.moe is not None:
+        shape = RoutingShape(expert_layers(arch), arch.moe.num_experts, arch.moe.top_k)
+    return Limits(arch.vocab_size, arch.max_positions, shape)
 
 
 def load_prompts(config: Config, arch: Architecture, text: Text, path: str | Path) -> list[Prompt]:
@@ -194,14 +207,15 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
     sampled: list[tuple[int, Rollout]] = []
     with open_run(config, runtime) as run:
         trainer = Trainer(run, prompts, reward, text)
-        for place, prompt in _shared(list(enumerate(prompts)), runtime, "generate"):
-            with run.update_window() as window, window.prompt_group(
-                prompt.id, prompt.prompt_ids, "response_only", quiet=False
-            ) as group:
-                rollout = trainer.sampler.sample(
-                    group, config.rollout.group_size, config.rollout.max_new_tokens, 0
-                )
-            sampled.append((place, rollout))
+        with phase(run):
+            for place, prompt in _shared(list(enumerate(prompts)), runtime, "generate"):
+                with run.update_window() as window, window.prompt_group(
+                    prompt.id, prompt.prompt_ids, "response_only", quiet=False
+                ) as group:
+                    rollout = trainer.sampler.sample(
+                        group, config.rollout.group_size, config.rollout.max_new_tokens, 0
+                    )
+                sampled.append((place, rollout))
 
         def rewarded() -> list[tuple[int, Group]]:
             leads = runtime.is_replica_leader
@@ -215,7 +229,7 @@ def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None
     """Write the log-probabilities of recorded responses under the model."""
     groups = runtime.together(_recorded, config, runtime, trajectories, out)
     mine: list[tuple[int, dict[str, Any]]] = []
-    with open_run(config, runtime) as run:
+    with open_run(config, runtime) as run, phase(run):
         for place, group in _shared(list(enumerate(groups)), runtime, "score"):
             branches = branches_of(group)
             with run.update_window() as window, window.prompt_group(
@@ -248,6 +262,7 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
             "loss": repr(float(sums["loss_sum"])),
             "tokens": str(plan.totals.tokens),
             "responses": str(plan.totals.responses),
+            **{name: repr(value) for name, value in routing_mismatch(sums).items()},
         }
         dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
         write_hf_file(run.model, run.arch, out, runtime, dtype=dtype, metadata=metadata)
@@ -258,7 +273,9 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
 def _recorded(config: Config, runtime: Runtime, trajectories: str, out: str) -> list[Group]:
     """The groups of a trajectory file, checked against the model; also checks that ``out`` can be written."""
     check_target(out, runtime.is_main, trajectories)
-    return list(read_trajectories(trajectories, limits(read_model_architecture(config))))
+    groups = list(read_trajectories(trajectories, limits(read_model_architecture(config))))
+    require_routing(groups, config)
+    return groups
 
 
 def _unrewarded(reward: Reward, prompts: Sequence[Prompt]) -> dict[str, UserError]:

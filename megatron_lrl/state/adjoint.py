@@ -37,7 +37,7 @@ class _AddAdjoint(torch.autograd.Function):
 
 
 def add_adjoint(output: Tensor, again: SequenceState, state: SequenceState, number: int) -> Tensor:
-    """``output``, with the recomputed keys and values of an advance attached to their adjoints.
+    """``output``, with the recomputed keys, values and recurrent states of an advance attached to their adjoints.
 
     ``again``: `state.before(number)` after it was advanced under autograd by the same tokens. Every rank attaches all
     its slots, padding included (with zero gradient), so that all ranks meet in the backward's collectives.
@@ -50,6 +50,11 @@ def add_adjoint(output: Tensor, again: SequenceState, state: SequenceState, numb
             # Only shapes and dtypes travel to the backward: no bytes and no graph.
             k_mhd, v_mhd = (torch.empty_like(x, device="meta") for x in layer.newest)
             places.append((key, (k_mhd, v_mhd)))
+    recurrent: list[tuple[int, list[Tensor]]] = []
+    for key, behind in again.recurrent_layers():
+        if behind.now is not None and behind.now.state_bhkv.requires_grad:
+            tensors += behind.now
+            recurrent.append((key, [torch.empty_like(x, device="meta") for x in behind.now]))
     device = output.device
 
     def read() -> list[Tensor]:
@@ -61,6 +66,10 @@ def add_adjoint(output: Tensor, again: SequenceState, state: SequenceState, numb
             for entry in rounds[number]:
                 entry.adjoint_rows(k_mhd, v_mhd)
             gradients += [k_mhd, v_mhd]
+        for key, shapes in recurrent:
+            zeros = [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in shapes]
+            adjoint = state.recurrent(key).take_adjoint(number + 1) or zeros
+            gradients += [x.to(like.dtype) for x, like in zip(adjoint, shapes, strict=True)]
         return gradients
 
     return _AddAdjoint.apply(output, read, *tensors)

@@ -33,10 +33,13 @@ class AdvanceContext(PackedSeqParams):
         cp_group: Any,
         device: torch.device,
         state_only: bool = False,
+        routing: Any = None,
     ) -> None:
-        """``state_only``: nothing reads the final hidden states, so the last layer may stop at its keys and values."""
+        """``state_only``: nothing reads the final hidden states, so the last layer may stop at its keys and values.
+        ``routing``: what this pass's routers show their decisions to."""
         super().__init__(qkv_format="sbhd")
         self.state, self.layout, self.kv_cp_group, self.state_only = state, layout, cp_group, state_only
+        self.routing = routing
         self.positions_m = layout.positions(device)
 
     def attend(
@@ -75,12 +78,17 @@ def split_rounds(state: SequenceState, tokens: Sequence[Tokens]) -> list[list[To
     rounds = state.rounds([len(branch) for branch in tokens])
     ends = [list(accumulate(lengths)) for lengths in zip(*rounds, strict=True)]
     return [
-        [branch[end[i] - lengths[j] : end[i]] for j, (branch, end) in enumerate(zip(tokens, ends, strict=True))]
+        [
+            branch[end[i] - lengths[j] : end[i]]
+            for j, (branch, end) in enumerate(zip(tokens, ends, strict=True))
+        ]
         for i, lengths in enumerate(rounds)
     ]
 
 
-def advance(model: Any, state: SequenceState, tokens: Sequence[Tokens], head: Head | None = None) -> Tensor:
+def advance(
+    model: Any, state: SequenceState, tokens: Sequence[Tokens], head: Head | None = None, routing: Any = None
+) -> Tensor:
     """Feed ``tokens[i]`` to branch i and grow the state by them.
 
     Args:
@@ -89,6 +97,8 @@ def advance(model: Any, state: SequenceState, tokens: Sequence[Tokens], head: He
         tokens: token ids of each branch, any lengths (0 included), at least one token in all.
         head: what to compute from the final hidden states (last stage only). None: of the last layer only the keys
             and values are computed, which is all that later tokens read.
+        routing: sees, and may replace, how tokens are routed to experts; ``routing.begin(layout, model)`` gives a
+            pass its hook.
 
     Returns: the head's output on the last stage (without a head no rows: [0, 1, hidden]), hidden states
     [m / tp, 1, hidden] for the next stage elsewhere.
@@ -107,7 +117,7 @@ def advance(model: Any, state: SequenceState, tokens: Sequence[Tokens], head: He
     outputs = []
     try:
         for part in rounds:
-            outputs.append(_pass(model, core, state, part, head))
+            outputs.append(_pass(model, core, state, part, head, routing))
     except BaseException:
         # Some layers have grown and others have not: this state must not be read again.
         state.close()
@@ -117,12 +127,17 @@ def advance(model: Any, state: SequenceState, tokens: Sequence[Tokens], head: He
     return torch.cat(outputs, dim=-1)
 
 
-def _pass(model: Any, core: Any, state: SequenceState, tokens: Sequence[Tokens], head: Head | None) -> Tensor:
+def _pass(
+    model: Any, core: Any, state: SequenceState, tokens: Sequence[Tokens], head: Head | None, routing: Any
+) -> Tensor:
     """One pass over the model."""
     layout = token_layout(core, state, [len(branch) for branch in tokens])
     device = core.rotary_pos_emb.inv_freq.device
     flat = torch.cat([torch.as_tensor(branch, dtype=torch.long) for branch in tokens]).to(device)
-    context = AdvanceContext(state, layout, core.pg_collection.cp, device, state_only=head is None)
+    hook = None if routing is None else routing.begin(layout, core)
+    context = AdvanceContext(
+        state, layout, core.pg_collection.cp, device, state_only=head is None, routing=hook
+    )
 
     def process(*, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states if head is None else head(hidden_states, layout, core)

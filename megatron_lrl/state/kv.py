@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lrl.attention.layout import Piece, TokenLayout
 from megatron_lrl.attention.segment import Block, segment_attention
-from megatron_lrl.state.pages import Entry, Page, PageSlice, piece_of
+from megatron_lrl.state.pages import Entry, Page, PageSlice, Shelf, enable_adjoints, piece_of
 
 _GROWTH = 64
 """Smallest capacity, in tokens, of a page that follows a full one in decoding."""
@@ -31,13 +32,18 @@ class KVLayer:
         reserve: Mapping[int, int] | None = None,
         log: bool = False,
         growing: bool = False,
+        together: bool = False,
     ) -> None:
-        """``reserve``: by chunk, tokens that its first page makes room for. ``growing``: later pages are larger."""
+        """``reserve``: by chunk, tokens that its first page makes room for. ``growing``: later pages are larger.
+
+        ``together``: what is reserved lies in one storage, so that chunks can be read as one block (`joined`).
+        """
         self.past = tuple(past)
         self.own: list[Page] = []
         self.rounds: list[list[Entry]] | None = [] if log else None
         self.newest: tuple[Tensor, Tensor] | None = None  # k_mhd, v_mhd of the last advance, if they are live
         self._reserve, self._growing = dict(reserve or {}), growing
+        self._shelf = Shelf(sum(self._reserve.values())) if together and self._reserve else None
 
     def attend(
         self, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout, scale: float, cp_group: Any
@@ -49,7 +55,11 @@ class KVLayer:
 
     def slices(self) -> list[PageSlice]:
         """Everything this layer remembers, oldest first."""
-        return [*self.past, *(PageSlice(page, page.length, shared=False) for page in self.own)]
+        return [*self.past, *self.own_slices()]
+
+    def own_slices(self) -> list[PageSlice]:
+        """What it has grown itself."""
+        return [PageSlice(page, page.length, shared=False) for page in self.own]
 
     def blocks(self) -> list[Block]:
         return [block for part in self.slices() for block in part.blocks()]
@@ -68,6 +78,37 @@ class KVLayer:
             for entry in entries:
                 lengths[id(entry.page)] = (entry.page, entry.row + entry.piece.length)
         return [*self.past, *(PageSlice(page, stop, shared=False) for page, stop in lengths.values())]
+
+    def adopt(self, piece: Piece, k_bhtd: Tensor, v_bhtd: Tensor, chunk: int) -> None:
+        """A page of its own for tokens that another stage computed."""
+        capacity = max(self._reserve.pop(chunk, 0), piece.length)
+        self.own.append(Page(piece, k_bhtd, v_bhtd, capacity, chunk, self._shelf))
+
+    def enable_adjoints(self, dtype: torch.dtype, constants: Sequence[int], spare: bool = False) -> int:
+        """Gradient buffers for the own pages; ``constants[i]`` tokens of page i need none. Returns the bytes."""
+        if self._shelf is not None:
+            return enable_adjoints(self.own, dtype, constants, spare)
+        return sum(
+            page.enable_adjoint(dtype, constant, spare)
+            for page, constant in zip(self.own, constants, strict=True)
+        )
+
+    def merge(self, oldest: int, newest: int) -> None:
+        """Make one page of each branch's own pages of chunks ``oldest`` to ``newest``; not for a logged state."""
+        groups: dict[tuple[int, int], list[Page]] = {}
+        for page in self.own:
+            if oldest <= page.chunk <= newest:
+                groups.setdefault((page.branch, page.branches), []).append(page)
+        for pages in groups.values():
+            if len(pages) > 1:
+                k, v = (
+                    torch.cat([x[:, :, : page.length] for page, x in zip(pages, xs, strict=True)], dim=2)
+                    for xs in ([page.k_bhtd for page in pages], [page.v_bhtd for page in pages])
+                )
+                piece = Piece(pages[0].branch, pages[0].branches, 0, k.shape[2])
+                merged = Page(piece, k, v, 0, pages[-1].chunk)
+                self.own[self.own.index(pages[0])] = merged
+                self.own = [page for page in self.own if page not in pages]
 
     def keep(self, branches: Sequence[int]) -> None:
         """Drop all branches but these (ascending), which become 0, 1, ...; only without autograd."""
@@ -111,6 +152,6 @@ class KVLayer:
                 if (p.branch, p.branches, p.chunk) == (piece.branch, piece.branches, chunk)
             )
             capacity = max(capacity, grown, _GROWTH if grown or piece.length == 1 else 0)
-        page = Page(piece, k_bhtd, v_bhtd, capacity, chunk)
+        page = Page(piece, k_bhtd, v_bhtd, capacity, chunk, self._shelf)
         self.own.append(page)
         return Entry(page, 0, piece)

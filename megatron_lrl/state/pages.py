@@ -8,7 +8,7 @@ Legend: b branches, h KV heads of this tp rank, t tokens, d head dim; m slots of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,19 +18,54 @@ from megatron_lrl.attention.layout import Piece
 from megatron_lrl.attention.segment import Adjoint, Block
 
 
+def room_for(x_bhtd: Tensor, tokens: int) -> Tensor:
+    """Uninitialised [b, h, tokens, d]."""
+    return x_bhtd.new_empty(*x_bhtd.shape[:2], tokens, x_bhtd.shape[3])
+
+
+class Shelf:
+    """One storage from which pages of the same branches take their room, one behind the other (see `joined`)."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens, self._used = tokens, 0
+        self._storage: tuple[Tensor, Tensor] | None = None
+
+    def take(self, k_bhtd: Tensor, v_bhtd: Tensor, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Room for ``tokens`` like the given keys and values; None if there is not as much left, or for other rows."""
+        if self._storage is None:
+            self._storage = room_for(k_bhtd, self._tokens), room_for(v_bhtd, self._tokens)
+        low, high = self._used, self._used + tokens
+        if high > self._tokens or self._storage[0].shape[0] != k_bhtd.shape[0]:
+            return None
+        self._used = high
+        k, v = self._storage
+        return k[:, :, low:high], v[:, :, low:high]
+
+
 class Page:
     """Keys and values of ``branches`` branches from ``branch`` on, ``length`` tokens each, of one LastKV chunk."""
 
-    def __init__(self, piece: Piece, k_bhtd: Tensor, v_bhtd: Tensor, capacity: int, chunk: int) -> None:
-        """``capacity``: tokens to make room for; 0 keeps the given (live) tensors. ``chunk``: 0 where there is none."""
-        self.branch, self.branches, self.length, self.chunk = piece.branch, piece.branches, piece.length, chunk
+    def __init__(
+        self,
+        piece: Piece,
+        k_bhtd: Tensor,
+        v_bhtd: Tensor,
+        capacity: int,
+        chunk: int,
+        shelf: Shelf | None = None,
+    ) -> None:
+        """``capacity``: tokens to make room for; 0 keeps the given (live) tensors. ``chunk``: 0 where there is none.
+
+        ``shelf``: where the room is taken from, if it has as much left.
+        """
+        self.branch, self.branches, self.length = piece.branch, piece.branches, piece.length
+        self.chunk = chunk
         self.writable = capacity > 0
         self.adjoint: Adjoint | None = None
         self.constant = 0  # tokens at the front that stay constant when there is an adjoint
         if self.writable:
-            b, h, t, _ = k_bhtd.shape
-            self.k_bhtd = k_bhtd.new_empty(b, h, capacity, k_bhtd.shape[-1])
-            self.v_bhtd = v_bhtd.new_empty(b, h, capacity, v_bhtd.shape[-1])
+            t, room = k_bhtd.shape[2], None if shelf is None else shelf.take(k_bhtd, v_bhtd, capacity)
+            self.k_bhtd, self.v_bhtd = room or (room_for(k_bhtd, capacity), room_for(v_bhtd, capacity))
             self.k_bhtd[:, :, :t] = k_bhtd
             self.v_bhtd[:, :, :t] = v_bhtd
         else:
@@ -63,13 +98,7 @@ class Page:
 
         ``spare``: also for the tokens that there is room for.
         """
-        self.constant = constant
-        stop = self.k_bhtd.shape[2] if spare else self.length
-        k, v = self.k_bhtd[:, :, constant:stop], self.v_bhtd[:, :, constant:stop]
-        self.adjoint = Adjoint(
-            torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
-        )
-        return self.adjoint.dk_bhtd.nbytes + self.adjoint.dv_bhtd.nbytes
+        return enable_adjoints([self], dtype, [constant], spare)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The page's storage, adjoint included."""
@@ -125,6 +154,77 @@ class Entry:
         for out, total in ((out_k_mhd, page.adjoint.dk_bhtd), (out_v_mhd, page.adjoint.dv_bhtd)):
             rows = out[piece.start : end].view(piece.branches, piece.length, *out.shape[1:]).transpose(1, 2)
             rows[:, :, skipped:] = total[:, :, low : low + piece.length - skipped]
+
+
+def enable_adjoints(
+    pages: Sequence[Page], dtype: torch.dtype, constants: Sequence[int], spare: bool = False
+) -> int:
+    """Gradient buffers for all but the first ``constants[i]`` tokens of pages of the same branches.
+
+    They lie one behind the other, so that pages which do can be read together (`joined`). ``spare``: also for the
+    tokens that there is room for. Returns the bytes allocated.
+    """
+    if not pages:
+        return 0
+    stops = [page.k_bhtd.shape[2] if spare else page.length for page in pages]
+    sizes = [stop - constant for stop, constant in zip(stops, constants, strict=True)]
+
+    def zeros(x_bhtd: Tensor) -> Tensor:
+        b, h, _, d = x_bhtd.shape
+        return torch.zeros(b, h, sum(sizes), d, dtype=dtype, device=x_bhtd.device)
+
+    dk, dv = zeros(pages[0].k_bhtd), zeros(pages[0].v_bhtd)
+    low = 0
+    for page, size, constant in zip(pages, sizes, constants, strict=True):
+        page.constant = constant
+        page.adjoint = Adjoint(dk[:, :, low : low + size], dv[:, :, low : low + size])
+        low += size
+    return dk.nbytes + dv.nbytes
+
+
+def joined(blocks: Iterable[Block]) -> list[Block]:
+    """The same keys in fewer blocks: a block that lies right behind the one before it, as its adjoint does, joins it.
+
+    Attention over a joined block is one kernel call. Live blocks stay as they are.
+    """
+    out: list[Block] = []
+    for block in blocks:
+        both = _followed(out[-1], block) if out else None
+        if both is None:
+            out.append(block)
+        else:
+            out[-1] = both
+    return out
+
+
+def _followed(a: Block, b: Block) -> Block | None:
+    """Blocks a and b as one, or None."""
+    if (a.shared, a.branch) != (b.shared, b.branch) or (a.adjoint is None) != (b.adjoint is None):
+        return None
+    pairs = [(a.k_bhtd, b.k_bhtd), (a.v_bhtd, b.v_bhtd)]
+    if a.adjoint is not None and b.adjoint is not None:
+        pairs += [(a.adjoint.dk_bhtd, b.adjoint.dk_bhtd), (a.adjoint.dv_bhtd, b.adjoint.dv_bhtd)]
+    if not all(_behind(x, y) for x, y in pairs):
+        return None
+    k, v, *adjoint = (
+        x.as_strided((*x.shape[:2], x.shape[2] + y.shape[2], x.shape[3]), x.stride(), x.storage_offset())
+        for x, y in pairs
+    )
+    return Block(k, v, a.shared, a.branch, Adjoint(*adjoint) if adjoint else None)
+
+
+def _behind(x_bhtd: Tensor, y_bhtd: Tensor) -> bool:
+    """Whether y's tokens follow x's in memory."""
+    b, h, t, d = x_bhtd.shape
+    return (
+        not x_bhtd.requires_grad
+        and not y_bhtd.requires_grad
+        # Storages are told apart by their handle: a planned tensor has no address.
+        and x_bhtd.untyped_storage()._cdata == y_bhtd.untyped_storage()._cdata
+        and (b, h, d) == (*y_bhtd.shape[:2], y_bhtd.shape[3])
+        and x_bhtd.stride() == y_bhtd.stride()
+        and x_bhtd.storage_offset() + t * x_bhtd.stride(2) == y_bhtd.storage_offset()
+    )
 
 
 def piece_of(x_mhd: Tensor, piece: Piece) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_lrl.attention.layout import TokenLayout
 from megatron_lrl.state.kv import KVLayer
 from megatron_lrl.state.pages import PageSlice, poison
+from megatron_lrl.state.recurrent import RecurrentLayer, Snapshot, Source
 
 
 class Phase(Enum):
@@ -29,7 +30,8 @@ class SequenceState:
     """What the model remembers of the tokens fed so far, for one or more branches, under full attention.
 
     Append-only. A fork shares the tokens of a one-branch state and owns what comes after. Other attention kinds are
-    subclasses: they say where an advance must be cut (`rounds`) and how a layer attends.
+    subclasses: they say where an advance must be cut (`rounds`) and how a layer attends. Recurrent layers, if the model
+    has any, keep their own kind of state beside it.
     """
 
     def __init__(
@@ -38,21 +40,27 @@ class SequenceState:
         start: int = 0,
         reserve: Mapping[int, int] | None = None,
         log: bool = False,
+        keep_from: int | None = None,
     ) -> None:
         """An empty state of ``branches`` sequences whose first token will stand at position ``start``.
 
         ``reserve``: tokens this rank will own, by chunk (see `reservation`), so that they lie in one page. ``log``:
-        remember each advance, so that `before` can go back to it.
+        remember each advance, so that `before` can go back to it. ``keep_from``: a sweep will go back to this position
+        at most (default: ``start``, if logged); what only older tokens need is dropped.
         """
         if branches < 1:
             raise ValueError(f"a state holds at least one branch, not {branches}")
         self.counts: list[int] = [start] * branches
         self.phase = Phase.OPEN
         self._layers: dict[int, KVLayer] = {}
+        self._recurrent: dict[int, RecurrentLayer] = {}
+        self.keep_from = start if log and keep_from is None else keep_from
         self._parent: SequenceState | None = None
         self._reserve, self._log = reserve, log
         self._growing = False  # tokens come one by one: pages get spare capacity
         self._counts_before: list[tuple[int, ...]] = []  # counts before each advance
+        self.snapshot_every = 1  # advances per snapshot of recurrent states, from `keep_from` on
+        self._live_advances = 0
 
     @property
     def branches(self) -> int:
@@ -61,6 +69,10 @@ class SequenceState:
     def rounds(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         """How an advance by ``lengths`` must be cut: tokens per branch of each pass over the model."""
         return [tuple(lengths)]
+
+    def in_one_graph(self, lengths: Sequence[int]) -> bool:
+        """Whether all rounds of such an advance together are no larger than one round may be."""
+        return True
 
     def cuts(self, count: int) -> set[int]:
         """Positions below ``count`` where a capture from position 0 must be cut (none, under full attention)."""
@@ -106,9 +118,56 @@ class SequenceState:
         return self._layers[number]
 
     def layers(self) -> Iterator[tuple[int, KVLayer]]:
-        """(number, state) of every layer that has state on this rank."""
+        """(number, state) of every attention layer that has state on this rank."""
         self._check_readable()
         yield from self._layers.items()
+
+    def recurrent(self, number: int) -> RecurrentLayer:
+        """State of a recurrent layer; created at first use."""
+        self._check_readable()
+        if number not in self._recurrent:
+            origin = None
+            if self._parent is not None:
+                theirs = self._parent.recurrent(number)
+                origin = Source(theirs, theirs.done)
+            self._recurrent[number] = RecurrentLayer(origin, self._log)
+        return self._recurrent[number]
+
+    def recurrent_layers(self) -> Iterator[tuple[int, RecurrentLayer]]:
+        """(number, state) of every recurrent layer that has state on this rank."""
+        self._check_readable()
+        yield from self._recurrent.items()
+
+    def recur(self, number: int, snapshot: Snapshot) -> None:
+        """Recurrent layer ``number`` has processed the tokens of the advance under way."""
+        wanted = self.keep_from is not None and self.counts[0] >= self.keep_from
+        self.recurrent(number).commit(
+            snapshot, keep=wanted and self._live_advances % self.snapshot_every == 0
+        )
+
+    def refill(self, again: SequenceState, first: int) -> None:
+        """Take the snapshots of ``again``: this state `before` advance ``first``, logged, and advanced once more.
+
+        With ``snapshot_every`` > 1, `before` can otherwise go back only to advances that have a snapshot.
+        """
+        for key, layer in again.recurrent_layers():
+            self.recurrent(key).fill(layer, first)
+
+    def forget_snapshots(self, number: int) -> None:
+        """Drop the snapshots of advances from ``number`` on."""
+        for layer in self._recurrent.values():
+            layer.forget(number)
+
+    def absorb(self, again: SequenceState, layout: TokenLayout) -> None:
+        """Grow by what ``again``, this state's `before` now, computed under autograd; its graph stays with it."""
+        for number, layer in again.layers():
+            assert layer.newest is not None
+            k_mhd, v_mhd = (x.detach() for x in layer.newest)
+            self.append(number, k_mhd, v_mhd, layout)
+        for number, recurrent in again.recurrent_layers():
+            assert recurrent.now is not None
+            self.recur(number, Snapshot(*(x.detach() for x in recurrent.now)))
+        self.grow(layout.lengths)
 
     def freeze(self, pp_group: Any = None) -> Self:
         """No more growth; from now on only forks read it. Collective over the stages, if there are several."""
@@ -120,31 +179,39 @@ class SequenceState:
         """``branches`` continuations of this (frozen, one-branch) state that share its tokens."""
         self._check_readable()
         if self.phase is not Phase.FROZEN or self.branches != 1:
-            raise ValueError(f"fork a frozen state of one branch, not a {self.phase.value} one of {self.branches}")
+            raise ValueError(
+                f"fork a frozen state of one branch, not a {self.phase.value} one of {self.branches}"
+            )
         child = self._empty(branches, self.counts[0], log)
         child._parent, child._growing = self, not log
         return child
 
-    def before(self, number: int) -> Self:
+    def before(self, number: int, log: bool = False) -> Self:
         """This state as it was before its advance ``number`` (the number of advances so far: as it is).
 
         Growing it leaves this state alone; it dies with this state.
         """
         self._check_readable()
-        state = self._empty(self.branches, 0, False)
+        state = self._empty(self.branches, 0, log)
         state.counts = list([*self._counts_before, self.counts][number])
         state._parent = self
         for key, layer in self._layers.items():
             state._layers[key] = state._new_layer(key, self._slices_before(key, layer, number))
+        for key, recurrent in self._recurrent.items():
+            state._recurrent[key] = recurrent.before(number, log)
         return state
 
     def keep(self, branches: Sequence[int]) -> None:
         """Drop all branches but these (ascending); they become branches 0, 1, ..."""
         self.check_open()
         if list(branches) != sorted(set(branches)) or not all(0 <= b < self.branches for b in branches):
-            raise ValueError(f"branches to keep must ascend within 0..{self.branches - 1}, not {list(branches)}")
+            raise ValueError(
+                f"branches to keep must ascend within 0..{self.branches - 1}, not {list(branches)}"
+            )
         for layer in self._layers.values():
             layer.keep(branches)
+        for recurrent in self._recurrent.values():
+            recurrent.keep(branches)
         self.counts = [self.counts[branch] for branch in branches]
 
     def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0, spare: bool = False) -> int:
@@ -156,19 +223,24 @@ class SequenceState:
         total = 0
         first = next((i for i, counts in enumerate(self._counts_before) if counts[0] >= live_from), None)
         for _, layer in self.layers():
-            for page in layer.own:
-                total += page.enable_adjoint(dtype, _constant_tokens(layer, page, first), spare)
+            constants = [_constant_tokens(layer, page, first) for page in layer.own]
+            total += layer.enable_adjoints(dtype, constants, spare)
+        for _, recurrent in self.recurrent_layers():
+            total += recurrent.enable_adjoint(dtype, len(self._counts_before) if first is None else first)
         return total
 
     def tensors(self) -> Iterator[Tensor]:
         """Storage owned by this state alone, each tensor once."""
         for layer in self._layers.values():
             yield from layer.tensors()
+        for recurrent in self._recurrent.values():
+            yield from recurrent.tensors()
 
     @property
     def nbytes(self) -> int:
         """Bytes this state owns on this rank, spare capacity and adjoints included."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in self.tensors()}
+        return sum(storages.values())
 
     def close(self, fill_nan: bool = False) -> None:
         """Free the state. ``fill_nan`` poisons its storage first, so that whoever still holds a view reads NaN."""
@@ -178,13 +250,17 @@ class SequenceState:
             poison(self.tensors())
         for layer in self._layers.values():
             layer.clear()
+        for recurrent in self._recurrent.values():
+            recurrent.clear()
         self._layers.clear()
+        self._recurrent.clear()
         self.phase = Phase.CLOSED
 
     def grow(self, lengths: Sequence[int]) -> None:
         """Count tokens that every layer has processed."""
         if self._log:
             self._counts_before.append(tuple(self.counts))
+            self._live_advances += self.keep_from is not None and self.counts[0] >= self.keep_from
         self.counts = [count + length for count, length in zip(self.counts, lengths, strict=True)]
 
     def check_open(self) -> None:
@@ -207,7 +283,9 @@ class SequenceState:
         owner: SequenceState | None = self
         while owner is not None:
             if owner.phase is Phase.CLOSED:
-                raise RuntimeError("stale state: its prompt group was closed or the optimizer has stepped since")
+                raise RuntimeError(
+                    "stale state: its prompt group was closed or the optimizer has stepped since"
+                )
             owner = owner._parent
 
 

@@ -16,7 +16,7 @@ from megatron_lrl.runtime import Layout, Runtime, runtime_scope
 
 
 def _layout(world: World) -> Layout:
-    return Layout(tp=world.tp, cp=world.cp, pp=world.pp)
+    return Layout(tp=world.tp, cp=world.cp, pp=world.pp, ep=world.ep)
 
 
 def import_all(world: World, cases: list[tuple[str, str]]) -> int:
@@ -39,6 +39,10 @@ def _gather(model: torch.nn.Module, arch: Any, runtime: Runtime) -> dict[str, to
     return {name: tensor.clone() for name, tensor in gather_hf_tensors(model, arch, runtime)}
 
 
+def _stored_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
+
+
 def load_both_ways(world: World, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """For each (Hugging Face directory, checkpoint of it): the float32 weights gathered after loading
     either one.
@@ -50,10 +54,11 @@ def load_both_ways(world: World, cases: list[tuple[str, str]]) -> list[dict[str,
             loaded = []
             for load, source in ((load_hf_weights, hf_dir), (load_checkpoint_weights, ckpt_dir)):
                 model = build_model(arch, runtime, torch.float32)
-                for parameter in model.parameters():
-                    parameter.data.fill_(float("nan"))  # whatever stays unfilled shows
+                held = {**dict(model.named_parameters()), **_stored_buffers(model)}
+                for tensor in held.values():
+                    tensor.data.fill_(float("nan"))  # whatever stays unfilled shows
                 load(model, arch, source, runtime)
-                unfilled = [n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+                unfilled = [n for n, p in held.items() if not bool(torch.isfinite(p).all())]
                 loaded.append({"weights": _gather(model, arch, runtime), "unfilled": unfilled})
             results.append({"hf": loaded[0], "checkpoint": loaded[1]})
     return results

@@ -17,7 +17,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lrl.checkpoint.ops import Copy, FuseGateUp, InterleaveQkv, Op, PadVocabulary, Split
+from megatron_lrl.checkpoint.ops import (
+    Copy,
+    FuseGateUp,
+    GdnConvolution,
+    GdnHeads,
+    GdnInputFlat,
+    GdnInputGrouped,
+    InterleaveQkv,
+    Op,
+    PadVocabulary,
+    Split,
+)
 
 sizes = st.integers(1, 4)
 
@@ -53,6 +64,98 @@ def test_qkv_is_interleaved_per_group(
         return torch.cat(parts, dim=1).reshape(-1, *tail).chunk(tp)[rank]
 
     _check(InterleaveQkv(groups * ratio, groups, head_dim), [q, k, v], tp, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups_per_rank=sizes, tp=sizes, ratio=sizes, head_dim=st.integers(1, 3))
+def test_gated_queries_come_apart_per_group(groups_per_rank: int, tp: int, ratio: int, head_dim: int) -> None:
+    """The source alternates a head's queries and its gate; a group holds all its queries, then all its gates."""
+    groups = groups_per_rank * tp
+    q, k, v = (_numbered(n * head_dim, 3) for n in (2 * groups * ratio, groups, groups))
+
+    def expected(rank: int) -> torch.Tensor:
+        heads = q.view(groups, ratio, 2, head_dim, 3)
+        kv = [(t + 10_000.0 * i).view(groups, head_dim, 3) for i, t in ((1, k), (2, v))]
+        parts = [heads[:, :, 0].flatten(1, 2), heads[:, :, 1].flatten(1, 2), *kv]
+        return torch.cat(parts, dim=1).flatten(0, 1).chunk(tp)[rank]
+
+    _check(InterleaveQkv(groups * ratio, groups, head_dim, gated=True), [q, k, v], tp, expected)
+
+
+gdn_sizes = {
+    "keys_per_rank": st.integers(1, 2),
+    "tp": st.sampled_from([1, 2, 4]),
+    "ratio": st.integers(1, 3),
+    "key_dim": st.integers(1, 3),
+    "value_dim": st.integers(1, 3),
+}
+
+
+def _gdn(keys_per_rank: int, tp: int, ratio: int, key_dim: int, value_dim: int) -> tuple[GdnHeads, int, int]:
+    keys = keys_per_rank * tp
+    return GdnHeads(keys, keys * ratio, key_dim, value_dim), keys * key_dim, keys * ratio * value_dim
+
+
+def _per_rank(tensors: list[torch.Tensor], rank: int, tp: int) -> torch.Tensor:
+    """Each tensor's part of a rank, one after the other."""
+    return torch.cat([tensor.chunk(tp)[rank] for tensor in tensors])
+
+
+@settings(max_examples=40, deadline=None)
+@given(**gdn_sizes)
+def test_flat_recurrent_inputs_are_cut_by_head(tp: int, **sizes: int) -> None:
+    heads, keys, values = _gdn(tp=tp, **sizes)
+    qkv, z = _numbered(2 * keys + values, 3), _numbered(values, 3)
+    b, a = _numbered(heads.value_heads, 3), _numbered(heads.value_heads, 3)
+    parts = [*qkv.split([keys, keys, values]), z + 10_000.0, b + 20_000.0, a + 30_000.0]
+    _check(GdnInputFlat(heads), [qkv, z, b, a], tp, lambda rank: _per_rank(parts, rank, tp))
+
+
+@settings(max_examples=40, deadline=None)
+@given(**gdn_sizes)
+def test_grouped_recurrent_inputs_are_cut_by_head(tp: int, **sizes: int) -> None:
+    """The split is transformers' own (`fix_query_key_value_ordering`), on rows instead of features."""
+    heads, keys, values = _gdn(tp=tp, **sizes)
+    qkvz, ba = _numbered(2 * keys + 2 * values, 3), _numbered(2 * heads.value_heads, 3)
+    wide = heads.ratio * heads.value_dim
+    q, k, v, z = qkvz.view(heads.key_heads, -1, 3).split([heads.key_dim, heads.key_dim, wide, wide], dim=1)
+    b, a = (ba + 10_000.0).view(heads.key_heads, -1, 3).split([heads.ratio, heads.ratio], dim=1)
+    parts = [part.flatten(0, 1) for part in (q, k, v, z, b, a)]
+    _check(GdnInputGrouped(heads), [qkvz, ba], tp, lambda rank: _per_rank(parts, rank, tp))
+
+
+@settings(max_examples=30, deadline=None)
+@given(**gdn_sizes)
+def test_convolution_channels_are_cut_by_head(tp: int, **sizes: int) -> None:
+    heads, keys, values = _gdn(tp=tp, **sizes)
+    channels = _numbered(2 * keys + values, 1, 4)
+    parts = list(channels.split([keys, keys, values]))
+    _check(GdnConvolution(heads), [channels], tp, lambda rank: _per_rank(parts, rank, tp))
+
+
+@settings(max_examples=30, deadline=None)
+@given(part=sizes, tp=sizes)
+def test_a_stored_pair_is_cut_like_two_tensors(part: int, tp: int) -> None:
+    gate_up = _numbered(2 * part * tp, 3)
+    gate, up = gate_up.chunk(2)
+    _check(FuseGateUp(part * tp, fused=True), [gate_up], tp, lambda rank: _per_rank([gate, up], rank, tp))
+
+
+def test_sources_of_several_dtypes_meet_in_one_that_holds_both() -> None:
+    gate, up = _numbered(4, 3).to(torch.bfloat16), _numbered(4, 3) + 1e-3
+    shard = FuseGateUp(4).to_shard([gate, up], 1, 2, torch.Size([3]))
+    assert torch.equal(shard, torch.cat([gate[2:].float(), up[2:]]))
+
+
+def test_only_a_whole_tensor_is_passed_on_without_a_copy() -> None:
+    norm, weight = _numbered(4), _numbered(4, 2)
+    assert Copy(4).from_shards([norm], [norm.shape], copy=False)[0] is norm
+    assert Copy(4).from_shards([norm], [norm.shape])[0] is not norm
+    halves = list(weight.chunk(2))
+    assert torch.equal(Split(4).from_shards(halves, [weight.shape], copy=False)[0], weight)
+    padded = torch.cat([weight, torch.zeros(1, 2)])
+    op = PadVocabulary(4)
+    assert torch.equal(op.from_shards([padded[:4]], [weight.shape], copy=False)[0], weight)
 
 
 @settings(max_examples=30, deadline=None)
@@ -98,7 +201,17 @@ def test_padding_never_reaches_the_inverse() -> None:
     assert torch.equal(back, _numbered(5, 2))
 
 
-@pytest.mark.parametrize("op", [Split(5), FuseGateUp(5), InterleaveQkv(10, 5, 2), InterleaveQkv(5, 2, 4)])
+@pytest.mark.parametrize(
+    "op",
+    [
+        Split(5),
+        FuseGateUp(5),
+        InterleaveQkv(10, 5, 2),
+        InterleaveQkv(5, 2, 4),
+        GdnInputFlat(GdnHeads(3, 6, 2, 2)),
+        GdnConvolution(GdnHeads(2, 5, 2, 2)),
+    ],
+)
 def test_uneven_parts_are_refused(op: Op) -> None:
     with pytest.raises(ValueError, match="does not divide"):
         op.pieces(0, 2)

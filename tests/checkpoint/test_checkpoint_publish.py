@@ -62,7 +62,7 @@ def _stage(names: list[str], first_layer: int) -> SimpleNamespace:
     """A stand-in for one stage of a model with one layer; only the names matter to `bind`."""
     named = [(name, torch.nn.Parameter(torch.zeros(1))) for name in names]
     decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=first_layer + 1)])
-    return SimpleNamespace(decoder=decoder, named_parameters=lambda: named)
+    return SimpleNamespace(decoder=decoder, named_parameters=lambda: named, named_buffers=lambda: [])
 
 
 @pytest.mark.parametrize("transformer_engine", [False, True])

@@ -32,6 +32,7 @@ dtype = "{dtype}"
 tp = {tp}
 cp = {cp}
 pp = {pp}
+ep = {ep}
 [optimizer]
 lr = 1e-2
 weight_decay = 0.1
@@ -44,14 +45,15 @@ updates = 8
 
 
 def _layout(world: World) -> Layout:
-    return Layout(tp=world.tp, cp=world.cp, pp=world.pp)
+    return Layout(tp=world.tp, cp=world.cp, pp=world.pp, ep=world.ep)
 
 
 @contextmanager
 def _run(runtime: Runtime, folder: str, source: str, dtype: str, optimizer: bool = True) -> Iterator[Run]:
     layout = runtime.layout
     path = Path(folder) / f"config-{runtime.rank}.toml"
-    text = SETTINGS.format(source=source, dtype=dtype, tp=layout.tp, cp=layout.cp, pp=layout.pp)
+    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep}
+    text = SETTINGS.format(source=source, dtype=dtype, **sizes)
     path.write_text(text)
     with open_run(load_config(path), runtime, optimizer=optimizer) as run:
         yield run

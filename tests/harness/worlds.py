@@ -6,12 +6,16 @@ from typing import NamedTuple
 
 
 class World(NamedTuple):
-    """Tensor, context, pipeline and data parallel sizes. Sequence parallelism is on whenever tp > 1."""
+    """Tensor, context, pipeline, data and expert parallel sizes. Sequence parallelism is on whenever tp > 1.
+
+    Expert parallelism takes no ranks of its own: ep divides cp * dp.
+    """
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
 
     @property
     def size(self) -> int:
@@ -27,7 +31,7 @@ class World(NamedTuple):
     @property
     def overrides(self) -> list[str]:
         """The layout as `key=value` settings of the command line; dp follows from the world size."""
-        return [f"parallel.tp={self.tp}", f"parallel.cp={self.cp}", f"parallel.pp={self.pp}"]
+        return [f"parallel.{axis}={getattr(self, axis)}" for axis in ("tp", "cp", "pp", "ep")]
 
 
 ONE = World()
@@ -43,6 +47,13 @@ WORLDS = [
     World(cp=2, pp=2),
     World(cp=2, dp=2),
     World(tp=2, cp=2, pp=2),
+]
+
+EP_WORLDS = [
+    World(dp=2, ep=2),
+    World(tp=2, dp=2, ep=2),
+    World(pp=2, dp=2, ep=2),
+    World(cp=2, ep=2),
 ]
 
 

@@ -27,7 +27,7 @@ def measured(world: World, settings: Sequence[str], contracts: Sequence[str], wo
     shape = Work(*work)
     config = load_config("/dev/null", [*settings, *world.overrides])
     found: dict[str, Any] = {}
-    with runtime_scope(Layout(world.tp, world.cp, world.pp)) as runtime:
+    with runtime_scope(Layout(world.tp, world.cp, world.pp, world.ep)) as runtime:
         with open_run(config, runtime, optimizer=True) as run:
             beside_before = planned_beside(run, shape, contracts[0])
             for contract in contracts:

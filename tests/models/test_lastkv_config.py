@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.tiny_models import FAMILIES
 
 from megatron_lrl.checkpoint.binding import bind
 from megatron_lrl.checkpoint.table import check_names, conversion_table, is_gate
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.build import build_model
-from megatron_lrl.models.hf_config import FAMILIES, Architecture, LastKVSpec, architecture_from_dict
+from megatron_lrl.models.hf_config import Architecture, LastKVSpec, architecture_from_dict
 from megatron_lrl.runtime import Layout, runtime_scope
 
 

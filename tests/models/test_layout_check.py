@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.build import check_layout as check_layout_of_build
-from megatron_lrl.models.hf_config import Architecture, architecture_from_dict
+from megatron_lrl.models.hf_config import (
+    ATTENTION,
+    GDN,
+    Architecture,
+    GDNSpec,
+    LastKVSpec,
+    MoESpec,
+    architecture_from_dict,
+)
 from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.runtime import Layout
 
@@ -109,6 +117,96 @@ def test_the_values_called_valid_are_all_that_are_accepted(key: str, sizes: dict
     called_valid = [int(n) for n in str(caught.value).split("valid with this model: ")[1].split(", ")]
     most = 2 * max(arch.num_heads, arch.num_layers)
     assert called_valid == [n for n in range(1, most + 1) if accepts(arch, Layout(**{key: n}))]
+
+
+MIXTURE = replace(
+    ARCH,
+    moe=MoESpec(num_experts=12, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40),
+    moe_layers=(False,) + (True,) * 5,
+)
+HYBRID = replace(ARCH, gdn=GDNSpec(4, 8, 8, 8, 4), mixers=(GDN, GDN, ATTENTION, GDN, ATTENTION, ATTENTION))
+
+
+@given(
+    tp=st.integers(1, 9),
+    ep=st.integers(1, 13),
+    experts=st.integers(2, 12),
+    width=st.integers(1, 24),
+    shared=st.integers(0, 12),
+    all_mixtures=st.booleans(),
+)
+def test_mixtures_are_cut_by_expert_and_by_width(
+    tp: int, ep: int, experts: int, width: int, shared: int, all_mixtures: bool
+) -> None:
+    moe = MoESpec(experts, 2, width, shared_ffn_hidden_size=shared)
+    arch = replace(MIXTURE, moe=moe, moe_layers=(all_mixtures,) + (True,) * 5, ffn_hidden_size=36)
+    cut = [
+        arch.num_heads,
+        arch.num_kv_heads,
+        width,
+        *([shared] if shared else []),
+        *([] if all_mixtures else [36]),
+    ]
+    even = all(equal_parts(count, tp) for count in cut) and equal_parts(experts, ep)
+    assert accepts(arch, Layout(tp=tp, ep=ep)) == even
+
+
+@given(tp=st.integers(1, 9), cp=st.integers(1, 9), key_heads=st.integers(1, 8), repeat=st.integers(1, 3))
+def test_delta_net_heads_are_dealt_over_tp_and_cp(tp: int, cp: int, key_heads: int, repeat: int) -> None:
+    arch = replace(HYBRID, gdn=GDNSpec(key_heads, key_heads * repeat, 8, 8, 4))
+    attention = equal_parts(arch.num_kv_heads, tp) and equal_parts(arch.ffn_hidden_size, tp)
+    dealt = equal_parts(key_heads, tp * cp) and equal_parts(key_heads * repeat, tp * cp)
+    assert accepts(arch, Layout(tp=tp, cp=cp)) == (attention and dealt)
+
+
+def test_with_lastkv_every_stage_of_a_hybrid_holds_attention() -> None:
+    lastkv = replace(HYBRID, lastkv=LastKVSpec(8, True))
+    for pp in (1, 2, 3, 6):
+        stages = [HYBRID.mixers[i : i + 6 // pp] for i in range(0, 6, 6 // pp)]
+        assert accepts(HYBRID, Layout(pp=pp))
+        assert accepts(lastkv, Layout(pp=pp)) == all(ATTENTION in stage for stage in stages)
+    assert accepts(replace(ARCH, lastkv=LastKVSpec(8, True)), Layout(pp=6))
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "expected"),
+    [
+        (
+            MIXTURE,
+            Layout(ep=5),
+            "parallel.ep = 5 must divide the model's experts (12); valid with this model: 1, 2",
+        ),
+        (
+            replace(MIXTURE, moe=MoESpec(12, 2, 25, shared_ffn_hidden_size=40)),
+            Layout(tp=2),
+            "parallel.tp = 2 must divide the model's expert width (25); valid with this model: 1",
+        ),
+        (
+            replace(MIXTURE, moe=MoESpec(12, 2, 24, shared_ffn_hidden_size=42)),
+            Layout(tp=4),
+            "shared expert width (42)",
+        ),
+        (
+            HYBRID,
+            Layout(tp=2, cp=4),
+            "parallel.cp = 4: tp x cp = 8 must divide the model's Gated DeltaNet key heads (4)",
+        ),
+        (HYBRID, Layout(tp=2, cp=4), "valid with this model and parallel.tp = 2: 1, 2"),
+        (
+            replace(HYBRID, gdn=GDNSpec(2, 8, 8, 8, 4)),
+            Layout(tp=4),
+            "parallel.tp = 4 must divide the model's Gated DeltaNet key heads (2); valid with this model: 1, 2",
+        ),
+        (
+            replace(HYBRID, lastkv=LastKVSpec(8, True)),
+            Layout(pp=6),
+            "parallel.pp = 6: with LastKV every pipeline stage needs an attention layer; valid with this model: 1, 2",
+        ),
+    ],
+)
+def test_messages_of_mixtures_and_hybrids(arch: Architecture, layout: Layout, expected: str) -> None:
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_layout(arch, layout)
 
 
 def test_the_sizes_that_are_padded_or_never_split_are_free() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from oracle import tiny_families
 from oracle.tiny_models import FAMILIES, ROPE_KINDS
 
 from megatron_lrl.errors import UserError
@@ -81,6 +83,31 @@ def test_float32_is_transformers_bit_by_bit(family: str, kind: str) -> None:
     inv_freq, factor = spec.inv_freq()
     assert inv_freq.dtype == torch.float32 and torch.equal(inv_freq, rotary.inv_freq)
     assert factor == rotary.attention_scaling == spec.attention_factor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+def test_the_rotating_part_is_transformers_bit_by_bit(family: str, kind: str) -> None:
+    """GLM rotates half of each head and Qwen's hybrids a quarter, whether or not the file says so."""
+    config_name, model_name = tiny_families.FAMILIES[family]
+    fields = {"vocab_size": 31, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    fields |= {**tiny_families.FIELDS[family], "num_key_value_heads": 2, "head_dim": 32}
+    if family != "qwen3_5_moe":
+        fields["intermediate_size"] = 8
+    config = getattr(transformers, config_name)(
+        **fields, max_position_embeddings=1024, rope_parameters=dict(KINDS[kind]), pad_token_id=None
+    )
+    rotary = getattr(transformers, model_name)(config).model.rotary_emb
+    spec = architecture_from_dict(config.to_dict()).rope
+    inv_freq, factor = spec.inv_freq()
+    assert torch.equal(inv_freq, rotary.inv_freq) and factor == rotary.attention_scaling
+    share = {"qwen3_moe": 1.0, "glm4": 0.5, "glm4_moe": 0.5}.get(family, 0.25)
+    assert spec.rotary_dim == 2 * len(inv_freq) == int(32 * share)
+    assert spec.interleaved == (family == "glm4")
+    unsaid = config.to_dict()
+    unsaid["rope_parameters"].pop("partial_rotary_factor", None)
+    assert architecture_from_dict(unsaid).rope == spec
+    assert spec.inv_freq(torch.float64)[0].shape == inv_freq.shape
 
 
 @pytest.mark.parametrize("kind", KINDS)

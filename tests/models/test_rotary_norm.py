@@ -17,7 +17,9 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from oracle.tiny_models import ROPE_KINDS
-from transformers import LlamaConfig
+from transformers import Glm4Config, Glm4MoeConfig, LlamaConfig
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_lrl.models.norm import RMSNorm
@@ -82,8 +84,39 @@ def test_float64_angles_are_computed_in_float64(kind: str) -> None:
     assert abs(float(single) - 70_000 * float(inv_freq[0])) < 70_000 * 2.0**-23
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_part_of_the_head_rotates_as_transformers_does(interleaved: bool) -> None:
+    """GLM: half of the head, pairs of neighbours in glm4 and pairs of halves in glm4_moe; the rest stays."""
+    module = modeling_glm4 if interleaved else modeling_glm4_moe
+    config_class, rotary_class = (
+        (Glm4Config, modeling_glm4.Glm4RotaryEmbedding)
+        if interleaved
+        else (Glm4MoeConfig, modeling_glm4_moe.Glm4MoeRotaryEmbedding)
+    )
+    theirs = rotary_class(config_class(hidden_size=D, num_attention_heads=1, head_dim=D))
+    spec = read_rope(
+        {}, head_dim=D, max_positions=1024, theta=1e4, source="", partial=0.5, interleaved=interleaved
+    )
+    rotary = PositionRotaryEmbedding(spec, torch.float32, CPU)
+    assert rotary.rotary_interleaved is interleaved
+    angles_m11r = rotary(POSITIONS)
+    assert angles_m11r.shape == (len(POSITIONS), 1, 1, D // 2)
+    q_mhd = torch.randn(len(POSITIONS), 3, D, generator=torch.Generator().manual_seed(0))
+    ours = _apply_rotary_pos_emb_bshd(
+        q_mhd.unsqueeze(1), angles_m11r, rotary_interleaved=interleaved
+    ).squeeze(1)
+    q_bhsd = q_mhd.transpose(0, 1).unsqueeze(0)
+    expected, _ = module.apply_rotary_pos_emb(q_bhsd, q_bhsd, *theirs(q_bhsd, POSITIONS[None]))
+    assert torch.allclose(ours, expected[0].transpose(0, 1), rtol=0, atol=1e-6)
+    assert torch.equal(ours[..., D // 2 :], q_mhd[..., D // 2 :])
+    other = _apply_rotary_pos_emb_bshd(q_mhd.unsqueeze(1), angles_m11r, rotary_interleaved=not interleaved)
+    assert not torch.allclose(other.squeeze(1), ours, atol=1e-2)  # the layouts differ, so the flag matters
+
+
 def norm(dtype: torch.dtype, sequence_parallel: bool = False) -> RMSNorm:
-    config = SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel)
+    config = SimpleNamespace(
+        params_dtype=dtype, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=False
+    )
     module = RMSNorm(config, D, eps=1e-6)
     with torch.no_grad():
         module.weight.copy_(1 + 0.2 * torch.randn(D, generator=torch.Generator().manual_seed(1)))

@@ -1,12 +1,12 @@
-"""A plain fp64 transformer for llama, qwen2 and qwen3, from the Hugging Face files alone.
+"""A plain fp64 transformer for every family, from the Hugging Face files alone.
 
-transformers computes norms, softmax and RoPE in fp32 whatever the model's dtype, so it cannot judge an fp64
-path. This one is fp64 throughout: weights are widened on load, RoPE frequencies and angles are computed in
-fp64. It is written to be read against the papers (RMSNorm 1910.07467, RoPE 2104.09864, GQA 2305.13245, YaRN
-2309.00071), one sequence, no batch.
+transformers computes norms, softmax, RoPE and Gated DeltaNet in fp32 whatever the dtype, so it cannot judge an fp64
+path. This one is fp64 throughout: weights are widened on load, RoPE frequencies and angles are computed in fp64. It is
+written to be read against the papers (RMSNorm 1910.07467, RoPE 2104.09864, GQA 2305.13245, YaRN 2309.00071; the other
+layers stand in `plain_layers`), one sequence, no batch.
 
-Shapes: S new tokens, T all tokens so far, H hidden, N query heads, G key-value heads, D head width, V
-vocabulary.
+Shapes: S new tokens, T all tokens so far, H hidden, N query heads, G key-value heads, D head width, R of which
+rotate, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ import torch
 from safetensors import safe_open
 
 from oracle.objective import Objective, advantages, response_loss, token_weight
+from oracle.plain_layers import delta_net, mixture, silu
+from oracle.tiny_families import is_mtp
 from oracle.trajectories import Group
 
 Weights = Mapping[str, torch.Tensor]
-# per layer: keys after norm and RoPE, and values; [T, G, D] each
-KeysValues = list[tuple[torch.Tensor, torch.Tensor]]
+# per layer: keys after norm and RoPE, and values, [T, G, D] each; of Gated DeltaNet `plain_layers.DeltaState`
+LayerStates = list[tuple[torch.Tensor, torch.Tensor]]
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 class PlainModel:
@@ -33,44 +36,95 @@ class PlainModel:
 
     def __init__(self, hf_dir: Path | str) -> None:
         folder = Path(hf_dir)
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        if self.config["model_type"] not in ("llama", "qwen2", "qwen3"):
-            raise ValueError(f"no plain implementation of {self.config['model_type']!r}")
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.prefix = "model.language_model." if "text_config" in config else "model."
+        self.config: dict[str, Any] = config.get("text_config", config)
+        self.family: str = self.config["model_type"].removesuffix("_text")
+        if self.family not in ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", *HYBRIDS):
+            raise ValueError(f"no plain implementation of {self.family!r}")
         self.weights: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    self.weights[name] = tensors.get_tensor(name).double().requires_grad_()
+                    if ".visual." in name or is_mtp(name, self.config["num_hidden_layers"]):
+                        continue
+                    weight = tensors.get_tensor(name).double()
+                    self.weights[name] = weight.requires_grad_(not name.endswith("e_score_correction_bias"))
         heads = self.config["num_attention_heads"]
         self.head_dim: int = self.config.get("head_dim") or self.config["hidden_size"] // heads
-        self.inv_freq, self.rope_scale = rope_frequencies(self.config["rope_parameters"], self.head_dim)
+        rope = self.config["rope_parameters"]
+        rotary_dim = int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
+        self.inv_freq, self.rope_scale = rope_frequencies(rope, rotary_dim)
 
-    def forward(self, ids: Sequence[int], past: KeysValues | None = None) -> tuple[torch.Tensor, KeysValues]:
-        """Logits [S, V], and the keys and values of all tokens so far. `past` is read, never changed."""
-        w, eps = self.weights, self.config["rms_norm_eps"]
-        start = past[0][0].shape[0] if past else 0
-        cos_SD, sin_SD = self.rotation(start, len(ids))
-        x_SH = w["model.embed_tokens.weight"][torch.tensor(ids)]
-        grown: KeysValues = []
-        for layer in range(self.config["num_hidden_layers"]):
-            at = f"model.layers.{layer}."
-            h_SH = rms_norm(x_SH, w[at + "input_layernorm.weight"], eps)
-            q_SND, k_SGD, v_SGD = (self.heads(h_SH, at + f"self_attn.{which}") for which in ("q", "k", "v"))
-            if at + "self_attn.q_norm.weight" in w:
-                q_SND = rms_norm(q_SND, w[at + "self_attn.q_norm.weight"], eps)
-                k_SGD = rms_norm(k_SGD, w[at + "self_attn.k_norm.weight"], eps)
-            q_SND, k_SGD = rotate(q_SND, cos_SD, sin_SD), rotate(k_SGD, cos_SD, sin_SD)
-            k_TGD, v_TGD = k_SGD, v_SGD
-            if past:
-                k_TGD, v_TGD = torch.cat([past[layer][0], k_SGD]), torch.cat([past[layer][1], v_SGD])
-            grown.append((k_TGD, v_TGD))
-            o_SH = attend(q_SND, k_TGD, v_TGD, start).flatten(1)
-            x_SH = x_SH + linear(o_SH, w, at + "self_attn.o_proj")
-            h_SH = rms_norm(x_SH, w[at + "post_attention_layernorm.weight"], eps)
-            gate_SF, up_SF = linear(h_SH, w, at + "mlp.gate_proj"), linear(h_SH, w, at + "mlp.up_proj")
-            x_SH = x_SH + linear(gate_SF * torch.sigmoid(gate_SF) * up_SF, w, at + "mlp.down_proj")
-        head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-        return rms_norm(x_SH, w["model.norm.weight"], eps) @ head.T, grown
+    def forward(
+        self, ids: Sequence[int], past: LayerStates | None = None
+    ) -> tuple[torch.Tensor, LayerStates]:
+        """Logits [S, V], and the state of every layer after all tokens so far. `past` is read, never changed."""
+        w = self.weights
+        layers = self.config["num_hidden_layers"]
+        kinds = self.config.get("layer_types") or ["full_attention"] * layers
+        start = past[kinds.index("full_attention")][0].shape[0] if past else 0
+        angles_SR = self.rotation(start, len(ids))
+        x_SH = w[self.prefix + "embed_tokens.weight"][torch.tensor(ids)]
+        grown: LayerStates = []
+        for layer in range(layers):
+            at = f"{self.prefix}layers.{layer}."
+            h_SH = self.norm(x_SH, at + "input_layernorm")
+            before = past[layer] if past else None
+            if kinds[layer] == "linear_attention":
+                y_SH, state = delta_net(h_SH, w, at + "linear_attn.", self.config, before)
+            else:
+                y_SH, state = self.attention(h_SH, at + "self_attn.", angles_SR, start, before)
+            grown.append(state)
+            x_SH = x_SH + self.sandwiched(y_SH, at + "post_self_attn_layernorm")
+            h_SH = self.norm(x_SH, at + "post_attention_layernorm")
+            x_SH = x_SH + self.sandwiched(self.mlp(h_SH, at + "mlp."), at + "post_mlp_layernorm")
+        head = w.get("lm_head.weight", w[self.prefix + "embed_tokens.weight"])
+        return self.norm(x_SH, self.prefix + "norm") @ head.T, grown
+
+    def attention(
+        self,
+        h_SH: torch.Tensor,
+        at: str,
+        angles_SR: tuple[torch.Tensor, torch.Tensor],
+        start: int,
+        past: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Attention's output [S, H], and the keys and values of all tokens so far."""
+        q_SND, k_SGD, v_SGD = (self.heads(h_SH, at + which) for which in ("q", "k", "v"))
+        gate_SND = None
+        if self.family in HYBRIDS:  # each head's query is followed by its gate
+            q_SND, gate_SND = q_SND.flatten(1).unflatten(1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        if at + "q_norm.weight" in self.weights:
+            q_SND, k_SGD = self.norm(q_SND, at + "q_norm"), self.norm(k_SGD, at + "k_norm")
+        q_SND, k_SGD = (rotate(x, *angles_SR, interleaved=self.family == "glm4") for x in (q_SND, k_SGD))
+        k_TGD, v_TGD = k_SGD, v_SGD
+        if past is not None:
+            k_TGD, v_TGD = torch.cat([past[0], k_SGD]), torch.cat([past[1], v_SGD])
+        o_SND = attend(q_SND, k_TGD, v_TGD, start)
+        if gate_SND is not None:
+            o_SND = o_SND * torch.sigmoid(gate_SND)
+        return linear(o_SND.flatten(1), self.weights, at + "o_proj"), (k_TGD, v_TGD)
+
+    def mlp(self, h_SH: torch.Tensor, at: str) -> torch.Tensor:
+        """[S, H]: a mixture where the layer has a router, else a SwiGLU MLP."""
+        w = self.weights
+        if at + "gate.weight" in w:
+            return mixture(h_SH, w, at, self.config)
+        if at + "gate_up_proj.weight" in w:
+            gate_SF, up_SF = linear(h_SH, w, at + "gate_up_proj").chunk(2, dim=-1)
+        else:
+            gate_SF, up_SF = linear(h_SH, w, at + "gate_proj"), linear(h_SH, w, at + "up_proj")
+        return linear(silu(gate_SF) * up_SF, w, at + "down_proj")
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """RMSNorm by a named weight, which hybrids store minus one."""
+        weight = self.weights[name + ".weight"]
+        return rms_norm(x, 1.0 + weight if self.family in HYBRIDS else weight, self.config["rms_norm_eps"])
+
+    def sandwiched(self, y_SH: torch.Tensor, name: str) -> torch.Tensor:
+        """What joins the residual: normed first in models that have such a norm."""
+        return self.norm(y_SH, name) if name + ".weight" in self.weights else y_SH
 
     def heads(self, h_SH: torch.Tensor, name: str) -> torch.Tensor:
         """A projection split into heads, [S, heads, D]."""
@@ -87,15 +141,15 @@ class PlainModel:
         response: Sequence[int],
         temperature: float = 1.0,
         detach_prefix: bool = False,
-        prefix_state: KeysValues | None = None,
+        prefix_state: LayerStates | None = None,
         live: int = 0,
     ) -> torch.Tensor:
         """Log-probabilities [R] of the response, with their graph.
 
         Args:
-            detach_prefix: hold the keys and values of prompt[:-1] constant (the `response_only` contract), except
+            detach_prefix: hold the state of prompt[:-1] constant (the `response_only` contract), except
                 those of its newest `live` tokens (the `truncated` contract).
-            prefix_state: use these keys and values of prompt[:-1] instead (then they are held constant).
+            prefix_state: use this state of prompt[:-1] instead (then they are held constant).
         """
         constant = 0 if prefix_state is None else len(prompt) - 1
         if prefix_state is None and detach_prefix and len(prompt) > 1 + live:
@@ -119,10 +173,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x_SND: torch.Tensor, cos_SD: torch.Tensor, sin_SD: torch.Tensor) -> torch.Tensor:
-    """RoPE with half-split pairs (i, i + D/2)."""
-    first, second = x_SND.chunk(2, dim=-1)
-    return x_SND * cos_SD[:, None] + torch.cat([-second, first], dim=-1) * sin_SD[:, None]
+def rotate(
+    x_SND: torch.Tensor, cos_SR: torch.Tensor, sin_SR: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """RoPE on the first R dimensions, with pairs (i, i + R/2), or, interleaved, (2i, 2i + 1)."""
+    x_SNR, rest = x_SND[..., : cos_SR.shape[1]], x_SND[..., cos_SR.shape[1] :]
+    if interleaved:
+        x_SNR = torch.cat([x_SNR[..., 0::2], x_SNR[..., 1::2]], dim=-1)
+    first, second = x_SNR.chunk(2, dim=-1)
+    turned_SNR = x_SNR * cos_SR[:, None] + torch.cat([-second, first], dim=-1) * sin_SR[:, None]
+    if interleaved:
+        turned_SNR = torch.stack(turned_SNR.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat([turned_SNR, rest], dim=-1)
 
 
 def attend(q_SND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, start: int) -> torch.Tensor:
@@ -137,8 +199,6 @@ def attend(q_SND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, start:
 
 def rope_frequencies(parameters: Mapping[str, Any], dim: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [dim / 2] in fp64, and the factor on cos and sin."""
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("the three families rotate whole heads")
     kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
     plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     scale = 1.0
@@ -225,4 +285,8 @@ def grad(
             reference_R = None if reference is None else reference[number][branch]
             old_R = response.get("logprobs")
             response_loss(logprobs_R, advantage, weight, objective, old_R, reference_R).backward()
-    return {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in model.weights.items()}
+    return {
+        name: torch.zeros_like(w) if w.grad is None else w.grad
+        for name, w in model.weights.items()
+        if w.requires_grad
+    }

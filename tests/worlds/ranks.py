@@ -21,7 +21,11 @@ from oracle.dtype_watch import FloatWatch
 
 from megatron_lrl.checkpoint.hf_export import write_hf_file
 from megatron_lrl.config import load_config
+from megatron_lrl.lifetimes.contributions import BranchKey
+from megatron_lrl.lifetimes.documents import Documents
+from megatron_lrl.lifetimes.replay import Branch, Replay
 from megatron_lrl.lifetimes.run import Run, load_policy, open_run, read_model_architecture
+from megatron_lrl.lifetimes.schedule import phase
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl import verbs
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
@@ -37,7 +41,7 @@ Case = dict[str, Any]
 
 def scope(world: World) -> Any:
     """The world's runtime, for one rank function."""
-    return runtime_scope(Layout(world.tp, world.cp, world.pp))
+    return runtime_scope(Layout(world.tp, world.cp, world.pp, world.ep))
 
 
 def config_of(world: World, case: Case, hf: str | None = None) -> Config:
@@ -107,6 +111,31 @@ def measured(world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
                 bytes_of = {"peak": dict(run.ledger.peak), "cp_rank": runtime.cp_rank}
                 found.append({**bytes_of, **metrics})
     return found
+
+
+def packed_documents(
+    world: World, case: Case, documents: Sequence[Sequence[int]], out: str
+) -> list[list[float]]:
+    """Next-token log-probabilities of documents packed into one micro-batch, and the gradient of their sum.
+
+    The gradient goes to the file `out`; the log-probabilities are those of each document's tokens but the first.
+    """
+    config = config_of(world, case)
+    with (
+        scope(world) as runtime,
+        open_run(config, runtime, gradients=True) as run,
+        run.update_window() as window,
+    ):
+        packed = [[Branch(BranchKey("packed", i), tuple(ids)) for i, ids in enumerate(documents)]]
+        with phase(run):
+            scores = Replay(Documents(run)).score(packed)[0]
+        mine = packed if runtime.dp_rank == 0 else []
+        window.fix(branch.key for batch in mine for branch in batch)
+        with phase(run):
+            window.replay(Documents(run), mine, [lambda logprob_S, *_: (logprob_S.sum(), {})] * len(mine))
+        window.reduce()
+        write_hf_file(run.model, run.arch, out, runtime)
+    return [logprob_R.tolist() for logprob_R, _ in scores]
 
 
 def stopped_samples(world: World, case: Case) -> dict[str, Any]:

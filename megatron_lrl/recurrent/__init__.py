@@ -1,0 +1,1 @@
+"""The gated delta rule from a given state to the next one, and what feeds it."""
