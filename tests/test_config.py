@@ -54,6 +54,7 @@ def test_every_documented_key_is_read(write) -> None:
             max_staleness = 0
             measure_omitted_every = 4
             keep_graph_bytes = 0
+            snapshot_bytes = 12
             [lm]
             data = "d.jsonl"
             text_key = "body"
@@ -63,12 +64,17 @@ def test_every_documented_key_is_read(write) -> None:
             concurrent = 2
             logits_chunk = 5
             check_poison = true
+            use_recorded_routing = true
             [rollout]
             group_size = 3
             max_new_tokens = 9
             temperature = 0.5
             top_p = 0.9
             seed = 13
+            record_routing = true
+            [moe]
+            router_bias_update_rate = 0.01
+            aux_loss_coef = 0.001
             [loss]
             advantage = "rloo"
             clip_low = 0.1
@@ -121,6 +127,7 @@ def test_every_documented_key_is_read(write) -> None:
         "max_staleness": 0,
         "measure_omitted_every": 4,
         "keep_graph_bytes": 0,
+        "snapshot_bytes": 12,
     }
     assert config.lm.model_dump() == {
         "data": "d.jsonl",
@@ -128,13 +135,20 @@ def test_every_documented_key_is_read(write) -> None:
         "sequence_length": 99,
         "sequences_per_update": 3,
     }
-    assert config.replay.model_dump() == {"concurrent": 2, "logits_chunk": 5, "check_poison": True}
+    assert config.replay.model_dump() == {
+        "concurrent": 2,
+        "logits_chunk": 5,
+        "check_poison": True,
+        "use_recorded_routing": True,
+    }
+    assert config.moe.model_dump() == {"router_bias_update_rate": 0.01, "aux_loss_coef": 0.001}
     assert config.rollout.model_dump() == {
         "group_size": 3,
         "max_new_tokens": 9,
         "temperature": 0.5,
         "top_p": 0.9,
         "seed": 13,
+        "record_routing": True,
     }
     assert config.loss.model_dump() == {
         "advantage": "rloo",
@@ -188,6 +202,7 @@ def test_defaults_are_those_of_the_design(write) -> None:
         "max_staleness": 0,
         "measure_omitted_every": 0,
         "keep_graph_bytes": 0,
+        "snapshot_bytes": 0,
     }
     assert (config.train.objective, config.lm.data, config.lm.sequence_length) == ("grpo", None, 2048)
     assert (config.train.window_attempts, config.train.on_nonfinite) == (2, "stop")
@@ -198,7 +213,10 @@ def test_defaults_are_those_of_the_design(write) -> None:
         "temperature": 1.0,
         "top_p": 1.0,
         "seed": 0,
+        "record_routing": False,
     }
+    assert config.moe.model_dump() == {"router_bias_update_rate": 0.0, "aux_loss_coef": 0.0}
+    assert not config.replay.use_recorded_routing
     assert (config.loss.advantage, config.loss.aggregate, config.loss.kl_coef) == ("grpo", "token", 0.0)
     assert (config.loss.clip_low, config.loss.clip_high, config.loss.importance_cap) == (0.2, 0.2, 0.0)
     assert (config.train.updates, config.train.groups_per_update, config.train.save_every) == (20, 1, 10)
@@ -325,6 +343,8 @@ def test_training_needs_prompts_an_output_and_a_group(write) -> None:
     check_train(load_config(path))
     with pytest.raises(UserError, match=r"rollout\.group_size = 1.*at least 2"):
         check_train(load_config(path, ["rollout.group_size=1"]))
+    with pytest.raises(UserError, match=r"needs rollout\.record_routing = true"):
+        check_train(load_config(path, ["replay.use_recorded_routing=true"]))
     bare = write('[model]\nhf = "DIR"\n')
     with pytest.raises(UserError, match=r"data\.prompts"):
         check_train(load_config(bare, ["train.output=a"]))
@@ -344,7 +364,8 @@ def test_a_resumed_run_may_change_its_layout_but_not_its_objective(write) -> Non
         "model.hf=OTHER",
         "optimizer.betas=[0.1, 0.2]",
         "prefix.contract=truncated",
+        "replay.use_recorded_routing=true",
     ]
     assert differing_settings(saved, load_config(path, changed)) == [
-        "loss.kl_coef", "model.hf", "optimizer.betas", "prefix.contract",
+        "loss.kl_coef", "model.hf", "optimizer.betas", "prefix.contract", "replay.use_recorded_routing",
     ]  # fmt: skip

@@ -8,16 +8,21 @@ stands and that the answer can be rewarded, not their length under the real toke
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from models.test_published_sizes import GLM45_AIR, QWEN36_27B
 
 from megatron_lrl.config import check_train, load_config
+from megatron_lrl.models.hf_config import read_architecture
+from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.rl.rewards import load_reward
 from megatron_lrl.rl.types import Prompt
+from megatron_lrl.runtime import Layout
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WORLDS = {
@@ -25,7 +30,12 @@ WORLDS = {
     "qwen3/config.toml": 8,
     "lastkv/uptrain.toml": 1,
     "lastkv/grpo.toml": 1,
+    "qwen3_6/grpo.toml": 32,
+    "glm4_5_air/grpo.toml": 64,
 }
+PUBLISHED = {"qwen3_6": QWEN36_27B, "glm4_5_air": GLM45_AIR}
+SHIPPED_MODELS = {"qwen3_6": 64, "glm4_5_air": 46}
+"""Folders with a published config.json for `plan`: layers."""
 
 
 class Tokenizer:
@@ -56,6 +66,16 @@ def test_config_is_valid_and_can_train(name: str) -> None:
     layout = config.parallel
     assert layout.tp * layout.cp * layout.pp == WORLDS[name]
     load_reward(config.data.reward, config.data.reward_args)
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED_MODELS))
+def test_layout_fits_the_published_model(name: str) -> None:
+    """That the architecture is the published one is shown in tests/models/test_published_sizes.py, with the same file."""
+    arch = read_architecture(EXAMPLES / name / "hf")
+    layout = load_config(EXAMPLES / name / "grpo.toml").parallel
+    check_layout(arch, Layout(layout.tp, layout.cp, layout.pp, layout.ep))
+    assert arch.num_layers == SHIPPED_MODELS[name]
+    assert json.loads((EXAMPLES / name / "hf" / "config.json").read_text()) == PUBLISHED[name]
 
 
 def test_quickstart_has_a_prompt_for_every_group(prepare: ModuleType) -> None:

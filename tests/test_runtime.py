@@ -52,8 +52,8 @@ def test_worlds_that_fit_are_accepted_and_no_others(tp: int, cp: int, pp: int, w
             Layout(tp=2, cp=2, ep=4),
             4,
             "parallel.tp = 2, parallel.pp = 1, parallel.ep = 4 need a multiple of 8 ranks, but the "
-            "world has 4: experts are spread over the ranks of parallel.cp and data parallelism, here 2; parallel.ep must "
-            "divide that",
+            "world has 4: experts are spread over the ranks of parallel.cp and data parallelism, here 2; parallel.ep "
+            "must divide that",
         ),
     ],
 )

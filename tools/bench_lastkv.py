@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,10 +46,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed(action: Callable[[], object], name: str, found: dict[str, list[float]], scale: float = 1) -> None:
+    """Note wall and CPU seconds times ``scale`` under ``name``; CPU seconds stay steady on a shared machine."""
+    wall, cpu = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - start
+    found.setdefault(f"{name}, CPU", []).append(scale * (time.process_time() - cpu))
+    found.setdefault(f"{name}, wall", []).append(scale * (time.perf_counter() - wall))
 
 
 def measure(run: Run, options: argparse.Namespace, found: dict[str, list[float]]) -> None:
@@ -58,15 +61,17 @@ def measure(run: Run, options: argparse.Namespace, found: dict[str, list[float]]
     prompt, responses = trajectories(options.vocab, options.prompt, options.response, options.group)
     with run.update_window() as window:
         group = window.prompt_group("g", prompt, "response_only")
-        found.setdefault("capture, s", []).append(timed(group.capture))
+        timed(group.capture, "capture, s", found)
         found.setdefault("resident, MiB", []).append(run.ledger.live["group"] / MIB)
         sampler = Sampler(run, ())
-        seconds = timed(lambda: sampler.sample(group, options.group, options.response, 0))
-        found.setdefault("sampling, ms per token of the group", []).append(1000 * seconds / options.response)
+        timed(
+            partial(sampler.sample, group, options.group, options.response, 0),
+            "sampling, ms per token", found, 1000 / options.response,
+        )  # fmt: skip
     weights = [(-1.0) ** i for i in range(options.group)]
     for contract in CONTRACTS:
-        seconds = timed(lambda c=contract: run_window(run, prompt, responses, weights, c, 1))
-        found.setdefault(f"window under {contract}, s", []).append(seconds)
+        window_of = partial(run_window, run, prompt, responses, weights, contract, 1)
+        timed(window_of, f"window under {contract}, s", found)
         found.setdefault(f"peak saved under {contract}, MiB", []).append(run.ledger.peak["replay"] / MIB)
 
 

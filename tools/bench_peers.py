@@ -69,8 +69,11 @@ def hf_model(folder: Path, attention: str = "sdpa") -> Any:
     """transformers' model with the weights in ``folder``, float32, on the default device."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").train()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention
+    )
+    model.to(device="cuda" if torch.cuda.is_available() else "cpu")
+    return model.train()
 
 
 def loss_of(hidden_GRH: Tensor, head: Any, ids_GR: Tensor, weight_G: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench_common import MIB, ProcessPeak, add_model_arguments, run_window, trajectories, write_model
 from tqdm import tqdm
@@ -58,7 +58,7 @@ class Case:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     about = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], formatter_class=about)
-    several = {"type": int, "nargs": "+", "metavar": "N"}
+    several: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
     parser.add_argument(
         "--contracts", nargs="+", choices=CONTRACTS, default=["conventional", "response_only", "exact"]
     )

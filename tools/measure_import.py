@@ -93,7 +93,9 @@ def _child(verb: str, source: str, target: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--shard-megabytes", type=int, default=256)
     parser.add_argument("--keep", type=Path, help="work in this new directory and leave it")

@@ -233,7 +233,9 @@ def _join_shards(
     group, size = runtime.groups.tp, runtime.layout.tp
     shard = shard.contiguous()
     if size == 1 or entry.op.replicated:
-        return None if runtime.tp_rank else entry.op.from_shards([shard] * size, entry.hf_shapes, copy=not fresh)
+        return (
+            None if runtime.tp_rank else entry.op.from_shards([shard] * size, entry.hf_shapes, copy=not fresh)
+        )
     shards = [torch.empty_like(shard) for _ in range(size)] if runtime.tp_rank == 0 else None
     dist.gather(shard, shards, dst=dist.get_global_rank(group, 0), group=group)
     return None if shards is None else entry.op.from_shards(shards, entry.hf_shapes)

@@ -140,9 +140,19 @@ def _named_shards(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Shard]]:
 def _pairs(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
     """(model parameter, what is updated in its place, first and last + 1 element)."""
     if isinstance(part, DistributedOptimizer):
-        for parameter, (group, order) in part.model_param_group_index_map.items():
+        # Its own index of parameters is wrong where float32 ones stand among halves: it counts them in another order.
+        kinds = (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        )
+        for parameter, main in (
+            pair
+            for models, mains in kinds
+            for group in zip(models, mains, strict=True)
+            for pair in zip(*group, strict=True)
+        ):
             owned = part._get_model_param_range_map(parameter)["param"]
-            yield parameter, part.optimizer.param_groups[group]["params"][order], owned.start, owned.end
+            yield parameter, main, owned.start, owned.end
     elif isinstance(part, Float16OptimizerWithFloat16Params):
         for halves, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             for parameter, main in zip(halves, mains, strict=True):
@@ -173,7 +183,7 @@ def _wide(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _replicas(parameter: torch.Tensor, runtime: Runtime) -> Any:
-    """The ranks that hold the same parameter: dp and cp, of which Megatron-Core's mark excepts those of other experts."""
+    """The ranks that hold the same parameter: dp and cp, or those with the same experts (Megatron-Core's mark)."""
     return runtime.groups.dp_cp if getattr(parameter, "allreduce", True) else runtime.groups.expt_dp
 
 

@@ -38,9 +38,9 @@ _WIDE_WORD = 8  # bytes of a recorded per-token value
 class RankBytes:
     """Planned bytes of one rank.
 
-    ``state`` (with the snapshots of recurrent states) and ``adjoint`` are those of one prompt under the contract; ``sampling_state`` what sampling keeps of it;
-    ``refilled`` the snapshots that a sweep makes again (prefix.snapshot_bytes).
-    ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all micro-batches in flight, with
+    ``state`` (with the snapshots of recurrent states) and ``adjoint`` are those of one prompt under the contract;
+    ``sampling_state`` what sampling keeps of it; ``refilled`` the snapshots that a sweep makes again
+    (prefix.snapshot_bytes). ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all micro-batches in flight, with
     what replayed responses keep resident between the rounds of their chunks (LastKV).
     """
 

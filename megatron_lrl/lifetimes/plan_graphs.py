@@ -4,8 +4,8 @@
     base                  D A                      one of each kind, the real last layer last
     one more of a kind    D D A     A D A          each further layer of a kind adds what one adds
 
-A graph does not depend on what is resident, so a prompt of a few chunks gives the peaks of a long one. Only a conventional
-pass, whose graph is the whole sequence, is run at full length; it is one pass, whatever the length.
+A graph does not depend on what is resident, so a prompt of a few chunks gives the peaks of a long one. Only a
+conventional pass, whose graph is the whole sequence, is run at full length; it is one pass, whatever the length.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class Graphs:
 
     def peaks(self, contract: str, work: Work) -> Peaks:
         """Peaks of a window's replays and of its sweep."""
-        short = replace(work, prompt=self._short_prompt(work.prompt, contract), group=work.at_once * self.in_flight)
+        short = replace(
+            work, prompt=self._short_prompt(work.prompt, contract), group=work.at_once * self.in_flight
+        )
         if (contract, short) not in self._found:
             kinds, more = short_stage(self._kinds)
             base = self._rehearse(kinds, contract, short)
@@ -135,10 +137,14 @@ class Graphs:
         if (lastkv := self.run.arch.lastkv) is not None:
             unit, chunks = math.lcm(unit, lastkv.chunk_size), chunks + 1
         prefix = prompt - 1
+        if prefix >= (chunks + 1) * unit and contract != "truncated" and self.run.arch.lastkv is None:
+            return 1 + chunks * unit  # a shorter last chunk changes no peak
         return 1 + (prefix if prefix < (chunks + 1) * unit else prefix % unit + chunks * unit)
 
 
-def _no_loss(logprob_S: torch.Tensor, _entropy: torch.Tensor, _index: torch.Tensor) -> tuple[torch.Tensor, dict]:
+def _no_loss(
+    logprob_S: torch.Tensor, _entropy: torch.Tensor, _index: torch.Tensor
+) -> tuple[torch.Tensor, dict]:
     return logprob_S.sum(), {}
 
 

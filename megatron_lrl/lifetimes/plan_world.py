@@ -27,15 +27,26 @@ platform_cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
 from megatron.core.utils import GlobalMemoryBuffer  # noqa: E402
 
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
-
 from megatron_lrl.lifetimes import schedule  # noqa: E402
-from megatron_lrl.lifetimes.plan_layers import PlannedDeltaRule, even_dispatch  # noqa: E402
+from megatron_lrl.lifetimes.plan_layers import PlannedDeltaRule, even_dispatch, shapes_of_blocks  # noqa: E402
 from megatron_lrl.recurrent import delta_rule  # noqa: E402
 
 T = TypeVar("T")
+
+REPLACED_NAMES = (
+    "torch.Tensor.type",
+    "torch.distributed.all_gather_object",
+    "megatron.core.parallel_state._GLOBAL_MEMORY_BUFFER",
+    "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
+    "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess",
+    "megatron_lrl.lifetimes.schedule.get_forward_backward_func",
+    "megatron_lrl.recurrent.delta_rule._DeltaRule",
+    "megatron_lrl.recurrent.delta_rule._blocks",
+)
+"""What a rehearsal replaces while its block is open; a test holds that each exists and comes back."""
 
 META = torch.device("meta")
 _TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float64: "Double"}
@@ -128,6 +139,7 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
         )
         stack.enter_context(_replaced(MoEAlltoAllTokenDispatcher, "preprocess", even_dispatch))
         stack.enter_context(_replaced(delta_rule, "_DeltaRule", PlannedDeltaRule))
+        stack.enter_context(_replaced(delta_rule, "_blocks", shapes_of_blocks))
         stack.enter_context(_OnMeta())
         yield
 

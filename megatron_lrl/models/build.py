@@ -58,8 +58,8 @@ def transformer_config(
     check_layout(arch, layout)
     if arch.moe is not None and layout.tp > 1 and sequence_parallel is False:
         raise UserError(
-            f"parallel.sequence_parallel = false: with experts and parallel.tp = {layout.tp} each tp rank routes its own "
-            "tokens; valid: true"
+            f"parallel.sequence_parallel = false: with experts and parallel.tp = {layout.tp} each tp rank routes "
+            "its own tokens; valid: true"
         )
     return TransformerConfig(
         num_layers=arch.num_layers,

@@ -1,4 +1,4 @@
-"""Hugging Face directories of the families with experts, recurrent layers and carried tensors, for the checkpoint tests."""
+"""Hugging Face directories of the families with experts, recurrent layers and carried tensors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def assert_same_directory(found: Path, expected: Path) -> None:
 def edit(directory: Path, change: Any) -> None:
     """Rewrites the single file of a directory: `change` gets its tensors and returns the new ones."""
     path = directory / "model.safetensors"
-    save_file({n: t.contiguous() for n, t in change(load_file(path)).items()}, path, metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in change(load_file(path)).items()}, path, metadata={"format": "pt"}
+    )
 
 
 def quantise(directory: Path, names: list[str], seed: int = 3) -> dict[str, torch.Tensor]:

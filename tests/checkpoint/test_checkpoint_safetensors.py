@@ -2,8 +2,8 @@
 any slice.
 
 Why the tests show it: files are read back by the safetensors library itself; slices are compared with
-slices of the whole tensor; wrong input to the writer raises and leaves no file. Not shown: files beyond
-memory, dtypes that models do not use.
+slices of the whole tensor; wrong input to the writer raises and leaves no file. Tensors come whole, in parts, or as
+stored bytes. Not shown: files beyond memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_lrl.checkpoint.safetensors_io import DTYPES, FileLayout, SafetensorsReader, TensorRecord
-from megatron_lrl.checkpoint.safetensors_writer import write_directory, write_file
+from megatron_lrl.checkpoint.safetensors_writer import Part, Stored, write_directory, write_file
 from megatron_lrl.errors import UserError
 
 
@@ -114,3 +114,37 @@ def test_a_single_file_beside_an_index_is_ambiguous(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(UserError, match="holds both"):
         SafetensorsReader(tmp_path)
+
+
+def test_a_tensor_may_come_in_parts_and_another_as_stored_bytes(tmp_path: Path) -> None:
+    packed = torch.arange(24.0).reshape(3, 4, 2)
+    counts = torch.tensor([[1, -2], [3, 4]])
+    odd = torch.randn(5).to(torch.float8_e4m3fn)
+    save_file({"packed": packed, "counts": counts, "odd": odd}, tmp_path / "model.safetensors")
+    target = tmp_path / "target"
+    target.mkdir()
+    with SafetensorsReader(tmp_path) as reader:
+        for part in range(3):  # one part of a tensor reads like a tensor, slices of both axes included
+            assert torch.equal(
+                reader.tensor("packed", part)[(slice(1, 3), slice(1, 2))], packed[part, 1:3, 1:2]
+            )
+        kept = [Stored(name, reader.blocks(name)) for name in ("counts", "odd")]
+        parts = [Part("packed", packed[part], part) for part in (2, 0, 1)]
+        write_directory(target, reader.layout, [*kept, *parts])
+        for wrong, message in (
+            ([*parts[:2]], "2 of its 3 parts were given"),
+            ([*parts, parts[0]], "twice"),
+            ([*parts, Part("packed", packed)], "twice"),
+            ([Part("packed", packed[0])], "has shape"),
+        ):
+            again = [Stored(name, reader.blocks(name)) for name in ("counts", "odd")]
+            with pytest.raises(ValueError, match=message):
+                write_directory(target, reader.layout, [*again, *wrong])
+        write_directory(target, reader.layout, [Stored("counts", reader.blocks("counts")), *parts,
+                                                Stored("odd", reader.blocks("odd"))])  # fmt: skip
+    assert (target / "model.safetensors").read_bytes()[-100:] == (
+        tmp_path / "model.safetensors"
+    ).read_bytes()[-100:]
+    found = load_file(target / "model.safetensors")
+    assert torch.equal(found["packed"], packed) and torch.equal(found["counts"], counts)
+    assert torch.equal(found["odd"].view(torch.uint8), odd.view(torch.uint8))

@@ -2,8 +2,8 @@
 two shards of the directory.
 
 Why the tests show it: a model is written in shards, converted in a process of its own, and the kernel's
-high-water mark of resident memory is compared with what the process needed before the conversion; the model is several
-times larger than the bar. Not shown: Transformer Engine, models whose largest tensor fills a shard (`export` holds two).
+high-water mark of resident memory is compared with what the process needed before the conversion; the model is
+larger than the bar. Not shown: Transformer Engine, models whose largest tensor fills a shard (`export` holds two).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark"
+)
 TOOL = Path(__file__).parents[2] / "tools" / "measure_import.py"
 
 
@@ -35,7 +37,9 @@ def _check(root: Path, gigabytes: float, shard_bytes: int) -> None:
     for verb, source, target in (("import", "hf", "ckpt"), ("export", "ckpt", "back")):
         before, above = tool.measure(verb, root / source, root / target)
         print(f"{verb}: {above / shard:.2f} shards above {before / 1e6:.0f} MB", file=sys.stderr)
-        assert above < 2 * shard, f"{verb}: {above / 1e6:.0f} MB above the interpreter, a shard is {shard / 1e6:.0f} MB"
+        assert above < 2 * shard, (
+            f"{verb}: {above / 1e6:.0f} MB above the interpreter, a shard is {shard / 1e6:.0f} MB"
+        )
 
 
 def test_a_small_model_in_four_shards(tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def imported(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=_IDS)
-def test_imported_by_one_rank_and_exported_by_more(world: World, root: Path, imported: Path, tmp_path: Path) -> None:
+def test_imported_by_one_rank_and_exported_by_more(
+    world: World, root: Path, imported: Path, tmp_path: Path
+) -> None:
     cases = WORLDS[world]
     run_world(world, "checkpoint.ranks:export_all", cases=_pairs(imported, cases, "", tmp_path))
     for case in cases:
@@ -80,10 +82,14 @@ def test_both_sources_fill_the_same_parameters(world: World, root: Path, importe
             for way in ("hf", "checkpoint"):
                 result = results[index][way]
                 assert result["unfilled"] == [], f"{case} rank {rank} from {way}"
-                assert result["weights"].keys() == (held.keys() if rank == 0 else set()), f"{case} rank {rank}"
+                assert result["weights"].keys() == (held.keys() if rank == 0 else set()), (
+                    f"{case} rank {rank}"
+                )
         for way in ("hf", "checkpoint"):
             for name, tensor in held.items():
-                assert torch.equal(ranks[0][index][way]["weights"][name], tensor.float()), f"{case} {name} from {way}"
+                assert torch.equal(ranks[0][index][way]["weights"][name], tensor.float()), (
+                    f"{case} {name} from {way}"
+                )
 
 
 def _is_of_the_model(name: str) -> bool:

@@ -1,5 +1,5 @@
-"""Claim: FP8 weights in blocks come out as the bfloat16 values they stand for, at any tp and whether experts are packed or
-not, and every tensor that does not fit is one error that names it; tensors that travel with a model keep their bits.
+"""Claim: FP8 weights in blocks come out as the bfloat16 values they stand for, at any tp, experts packed or not,
+and every tensor that does not fit is one error that names it; tensors that travel with a model keep their bits.
 
 Why the tests show it: directories are quantised by code that spreads scales over whole tensors, with sizes that are no
 multiple of a block; loaded and exported weights are compared with those values bit by bit. Each fault is seeded into a
@@ -23,8 +23,24 @@ from megatron_lrl.checkpoint.publish import incomplete_path
 
 ONE, FOUR = World(), World(tp=2, pp=2)
 Tensors = dict[str, torch.Tensor]
-_SMALL = ("norm", "bias", "A_log", "conv1d", "embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate", "in_proj_b")
-_SIZES = {"hidden": 160, "intermediate": 272, "moe_intermediate_size": 144, "vocab": 67, "dtype": torch.bfloat16}
+_SMALL = (
+    "norm",
+    "bias",
+    "A_log",
+    "conv1d",
+    "embed_tokens",
+    "lm_head",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "in_proj_b",
+)
+_SIZES = {
+    "hidden": 160,
+    "intermediate": 272,
+    "moe_intermediate_size": 144,
+    "vocab": 67,
+    "dtype": torch.bfloat16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +62,11 @@ def quantised(root: Path) -> dict[str, tuple[Path, Tensors]]:
 
 
 def _sizes(family: str) -> dict[str, object]:
-    return {**_SIZES, "layer_types": ["linear_attention", "full_attention"]} if family == "qwen3_next" else _SIZES
+    return (
+        {**_SIZES, "layer_types": ["linear_attention", "full_attention"]}
+        if family == "qwen3_next"
+        else _SIZES
+    )
 
 
 @pytest.mark.parametrize("name", ["single", "packed"])
@@ -98,7 +118,11 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
         _with("model.layers.0.mlp.experts.8.up_proj.weight", torch.ones(16, 32)),
         ("left over", "model.layers.0.mlp.experts.8.up_proj.weight"),
     ),
-    "expert of another size": ("qwen3_moe", _changed(_EXPERT, lambda t: t[:-1]), (_EXPERT, "[15, 32]", "[16, 32]")),
+    "expert of another size": (
+        "qwen3_moe",
+        _changed(_EXPERT, lambda t: t[:-1]),
+        (_EXPERT, "[15, 32]", "[16, 32]"),
+    ),
     "experts in both forms": (
         "qwen3_moe",
         _with(_PACKED, torch.ones(8, 32, 32)),
@@ -129,7 +153,11 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
         _with("model.layers.0.linear_attn.in_proj_ba.weight", torch.ones(16, 32)),
         ("left over", "model.layers.0.linear_attn.in_proj_ba.weight"),
     ),
-    "FP8 without scales": ("single", _without(_SCALE), (_SCALE.removesuffix("_scale_inv"), "scales", "missing")),
+    "FP8 without scales": (
+        "single",
+        _without(_SCALE),
+        (_SCALE.removesuffix("_scale_inv"), "scales", "missing"),
+    ),
     "scales without a weight": (
         "single",
         _without(_SCALE.removesuffix("_scale_inv")),

@@ -1,6 +1,6 @@
-"""Claim: a run of a mixture of experts or of a hybrid, saved after 3 updates, ends bit-equal when resumed in its layout;
-in another layout, expert-parallel or not, it holds the same weights and takes the same step; its checkpoint keeps
-the tensors that travel with the model, and `export` writes them back.
+"""Claim: a run of a mixture of experts or of a hybrid, saved after 3 updates, ends bit-equal when resumed in its
+layout; in another layout, expert-parallel or not, it holds the same weights and takes the same step; its checkpoint
+keeps the tensors that travel with the model, and `export` writes them back.
 
 Why the tests show it: as in `test_training_checkpoint`, whose rank functions are used: what a step reads or writes is
 copied out of torch's optimizers, which are two (dense and expert parameters) under expert parallelism. The models
@@ -99,7 +99,11 @@ def test_what_travels_comes_back_from_a_training_checkpoint(root: Path, away: An
     case = "qwen3_5_moe-vl"
     theirs = {n: t for n, (_, t) in stored(root / case).items()}
     carried = {n for n in theirs if n.startswith(("mtp.", "model.visual."))}
-    arguments = {"source": "", "checkpoint": str(root / f"{case}-run" / "returned"), "hf_dir": str(tmp_path / "hf")}
+    arguments = {
+        "source": "",
+        "checkpoint": str(root / f"{case}-run" / "returned"),
+        "hf_dir": str(tmp_path / "hf"),
+    }
     (result,) = run_world(World(), f"{RANKS}:as_weights", **arguments)
     for folder in ("hf", "hf-again"):
         ours = {n: t for n, (_, t) in stored(tmp_path / folder).items()}

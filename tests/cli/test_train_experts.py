@@ -1,9 +1,10 @@
-"""Claim: `train` runs models with experts over data-parallel replicas that share them, with recorded routing, a reference
-model and a router bias that moves; stopped and resumed it is the run that was not.
+"""Claim: `train` runs models with experts over data-parallel replicas that share them, with recorded routing, a
+reference model and a router bias that moves; stopped and resumed it is the run that was not.
 
 Why the tests show it: GRPO on three groups over two replicas makes them sample, score and replay unequal numbers of
 passes; metrics must be finite, the routing mismatch of sampler and replay measured, and weights and metrics of a
-run in two parts bit-equal to those of one run. The router's biases, which are no parameters, must have moved and be exported.
+run in two parts bit-equal to those of one run. The router's biases, which are no parameters, must have moved and be
+exported.
 Not shown: that the bias evens the load.
 """
 

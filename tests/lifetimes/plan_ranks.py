@@ -45,3 +45,25 @@ def measured(world: World, settings: Sequence[str], contracts: Sequence[str], wo
             assert beside_before == found["planned beside"]
             found["stage"] = runtime.pp_rank
     return found
+
+
+def resident(world: World, settings: Sequence[str], contracts: Sequence[str], works: Sequence[Sequence[int]]) -> Any:
+    """Bytes of this rank by contract and shape of window: state after capture, peaks of the lifetimes. No step."""
+    config = load_config("/dev/null", [*settings, *world.overrides])
+    found: dict[str, list[dict[str, int]]] = {contract: [] for contract in contracts}
+    with runtime_scope(Layout(world.tp, world.cp, world.pp)) as runtime:
+        with open_run(config, runtime, gradients=True) as run:
+            for contract in contracts:
+                for work in works:
+                    shape = Work(*work)
+                    responses = branches([shape.response] * shape.group)
+                    batches = batches_of(responses, shape.concurrent)
+                    with run.update_window() as window:
+                        window.fix(branch.key for branch in responses)
+                        with window.prompt_group("g", ids(shape.prompt, 1), contract) as group:
+                            assert group.state is not None
+                            state = group.state.nbytes
+                            window.replay(group, batches, [mean_loss(0.1)] * len(batches))
+                        window.reduce()
+                    found[contract].append({"state": state, **run.ledger.peak})
+    return {"stage": runtime.pp_rank, **found}

@@ -174,3 +174,13 @@ def test_the_sampler_is_the_policy_that_replay_scores(
     distances = max_difference(replayed, drawn), max_difference(drawn, theirs)
     report("sampler against replay, against transformers", "{:.1e}, {:.1e}".format(*distances))
     assert max(distances) <= BAR
+
+
+def test_without_sequence_parallelism(answers: Any, tmp_path: Path, report: Any) -> None:
+    """The output norm is not split over tp: its gradient is summed there by the layer itself."""
+    out = tmp_path / "plain.safetensors"
+    case = answers.case("qwen3_5", "mixed", out, contract="exact", parallel__sequence_parallel="false")
+    run_world(World(tp=2), "worlds.ranks:run_verbs", cases=[case])
+    comparison = compare_tensors(load_file(out), answers.grad("qwen3_5", "exact"))
+    report("tp = 2, sequence_parallel = false", comparison)
+    comparison.require(REL_L2, WORST, "qwen3_5")

@@ -3,9 +3,9 @@ token; replay measures where it routes otherwise, and with replay.use_recorded_r
 
 Why the tests show it: records of sampled responses are compared with what transformers' routers decide in a forward
 over the full sequence, on one rank and in worlds that cut tokens (tp, cp), layers (pp) and experts (ep). A file whose
-records were changed in known places must be measured as changed exactly there, and, if used, give the log-probabilities and
-the gradient that transformers gives when its routers are made to decide so. The auxiliary loss is compared
-with its formula on transformers' logits, the bias update with counts of transformers' choices.
+records were changed in known places must be measured as changed exactly there, and, if used, give the log-probabilities
+and the gradient that transformers gives when its routers are made to decide so. The auxiliary loss is compared with its
+formula on transformers' logits, the bias update with counts of transformers' choices.
 Not shown: that training with records helps; records of samplers other than the built-in one.
 """
 

