@@ -70,7 +70,7 @@ def test_config_is_valid_and_can_train(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SHIPPED_MODELS))
 def test_layout_fits_the_published_model(name: str) -> None:
-    """That the architecture is the published one is shown in tests/models/test_published_sizes.py, with the same file."""
+    """The same config.json as in tests/models/test_published_sizes.py, where its parameters are counted."""
     arch = read_architecture(EXAMPLES / name / "hf")
     layout = load_config(EXAMPLES / name / "grpo.toml").parallel
     check_layout(arch, Layout(layout.tp, layout.cp, layout.pp, layout.ep))

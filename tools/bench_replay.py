@@ -148,6 +148,7 @@ def plot(cases: Sequence[Case], path: Path) -> None:
         "peak resident MiB (state, adjoint)": lambda case: case.resident / MIB,
         "peak process MiB above the model": lambda case: (case.process or 0) / MIB,
     }
+    prompts = sorted({case.prompt for case in cases})
     figure = Figure(figsize=(13, 7), layout="constrained")
     for axes, (title, value) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         for (contract, response, group, concurrent), row in lines.items():
@@ -156,6 +157,11 @@ def plot(cases: Sequence[Case], path: Path) -> None:
             values = [value(case) or math.nan for case in row]  # a logarithmic axis has no zero
             axes.plot([case.prompt for case in row], values, marker="o", label=label)
         axes.set(title=title, xlabel="prompt tokens P", xscale="log", yscale="log")
+        axes.set_xticks(prompts, [str(prompt) for prompt in prompts])
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="y", which="minor", labelsize="small")
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize="small")
     partial = path.with_name(f".{path.name}.partial")

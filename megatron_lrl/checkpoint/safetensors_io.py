@@ -240,14 +240,9 @@ def _read_indexed(directory: Path, index: Path) -> tuple[FileLayout, dict[str, i
         content = json.loads(index.read_text(encoding="utf-8"))
         weight_map = {str(name): plain_name(file) for name, file in content["weight_map"].items()}
         index_metadata = dict(content.get("metadata") or {})
-    except (
-        json.JSONDecodeError,
-        UnicodeDecodeError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ) as error:
+    except OSError as error:
+        raise UserError(f"{index}: cannot be read: {error.strerror or error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{index}: not a safetensors index (weight_map from tensor to file name): {error}"
         ) from error
@@ -279,12 +274,15 @@ def read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str], dict
 
     The data must fill the file exactly. Raises UserError on a damaged file.
     """
-    size = path.stat().st_size
-    with path.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise UserError(f"{path}: truncated or not a safetensors file: its header is incomplete")
-        encoded = handle.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise UserError(f"{path}: truncated or not a safetensors file: its header is incomplete")
+            encoded = handle.read(length)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
         header = json.loads(encoded)
         metadata = header.pop("__metadata__", {})
@@ -298,7 +296,7 @@ def read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str], dict
             )
             for name, entry in header.items()
         )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"{path}: damaged safetensors header: {error}") from error
     position = 0
     for begin, end, record in fields:

@@ -52,7 +52,11 @@ def blend(own: Block, last: Block, alpha_h: Tensor) -> Block:
 
     k, v = (
         _Blend.apply(
-            alpha_h, getattr(own, x), getattr(last, x), sink(own.adjoint, f"d{x}"), sink(last.adjoint, f"d{x}")
+            alpha_h,
+            getattr(own, x),
+            getattr(last, x),
+            sink(own.adjoint, f"d{x}"),
+            sink(last.adjoint, f"d{x}"),
         )
         for x in ("k_bhtd", "v_bhtd")
     )

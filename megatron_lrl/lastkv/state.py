@@ -57,6 +57,7 @@ class LastKVState(SequenceState):
         self._history: dict[tuple[int, bool], list[Block]] = {}  # (newest chunk, autograd?)
         self._near: dict[int, tuple[int, list[Block]]] = {}  # layer -> (open chunk, blocks), without autograd
         self._entered = -1  # the newest chunk whose older pages were merged
+        self._adjoint_dtype: torch.dtype | None = None
 
     def rounds(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         return self.clock.rounds(self.counts, lengths)
@@ -131,6 +132,32 @@ class LastKVState(SequenceState):
         # In the place of the buffers that were just made without knowing what is constant.
         total -= sum(x.nbytes for page in store.own for x in page.tensors()[2:])
         return total + store.enable_adjoints(dtype, constants)
+
+    def prepare_sweep(self, number: int) -> int:
+        """Own-layer adjoints exist for two chunks at a time: the one that is swept and the one before it."""
+        chunk, grown = self.clock.chunk(max([*self._counts_before, self.counts][number])), 0
+        for key, layer in self.layers():
+            for page in layer.own if key != self.last_layer else ():
+                if page.chunk > chunk and page.adjoint is not None:
+                    grown -= sum(x.nbytes for x in page.tensors()[2:])
+                    page.adjoint = None
+                elif chunk - 1 <= page.chunk <= chunk and page.adjoint is None:
+                    assert self._adjoint_dtype is not None
+                    grown += page.enable_adjoint(self._adjoint_dtype, page.constant)
+        return grown
+
+    def _enable_layer(
+        self, number: int, layer: KVLayer, dtype: torch.dtype, constants: Sequence[int], spare: bool
+    ) -> int:
+        if number == self.last_layer:
+            return super()._enable_layer(number, layer, dtype, constants, spare)
+        # What comes next reads own-layer pages of the open chunk and the one before it; a sweep makes the older ones.
+        self._adjoint_dtype, oldest, total = dtype, self.clock.chunk(max(self.counts)) - 1, 0
+        for page, constant in zip(layer.own, constants, strict=True):
+            page.constant = constant
+            if page.chunk >= oldest:
+                total += page.enable_adjoint(dtype, constant, spare)
+        return total
 
     def collect_adjoints(self, number: int, pp_group: Any) -> None:
         """Sum what all stages hold of the last layer's adjoint, for the chunk that advance ``number`` ended in.

@@ -284,6 +284,7 @@ class PromptGroup:
     def _sweep_chunk(self, index: int, model: Any) -> tuple[Tensor, Any]:
         """Recompute a chunk from the state before it; its loss is <state of the chunk, its adjoint>."""
         assert self.state is not None
+        self._hold(self.state.prepare_sweep(index))
         kept = None if self._kept is None else self._kept.take(index)
         if kept is not None:
             output, again = kept

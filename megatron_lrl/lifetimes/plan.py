@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ class RankBytes:
 
     ``state`` (with the snapshots of recurrent states) and ``adjoint`` are those of one prompt under the contract;
     ``sampling_state`` what sampling keeps of it; ``refilled`` the snapshots that a sweep makes again
-    (prefix.snapshot_bytes). ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all micro-batches in flight, with
-    what replayed responses keep resident between the rounds of their chunks (LastKV).
+    (prefix.snapshot_bytes). ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all
+    micro-batches in flight, with what replayed responses keep resident between the rounds of their chunks (LastKV).
     """
 
     stage: int
@@ -130,7 +131,7 @@ class Plan:
         )
 
     def resident(self, prompt: int, contract: str) -> tuple[int, int]:
-        """Bytes of a prompt's state and of its adjoint on this rank, as they are when the first replay begins."""
+        """Bytes of a prompt's state when the first replay begins, and of its adjoint at its peak, on this rank."""
         if contract == "conventional" or prompt < 2:
             return 0, 0
         run, core = self.run, self.run.core(self.run.model)
@@ -139,19 +140,23 @@ class Plan:
         local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
         starts, layers = [low for low, _ in spans], self._attention_layers
         live = sum(n for n, low in zip(local, starts, strict=True) if low >= live_from)
-        tokens = layers * sum(local)
+        tokens, with_adjoint = layers * sum(local), layers * live
         if (lastkv := run.arch.lastkv) is not None:
             # The last layer's pages of every chunk on every stage; own-layer pages only of the newest chunks and of
-            # those that a sweep recomputes.
+            # those that a sweep recomputes, whose adjoints exist for two chunks at a time.
             chunks = [low // lastkv.chunk_size for low in starts]
             oldest = min(chunks[-1], live_from // lastkv.chunk_size if live else chunks[-1]) - 1
             own_layers = layers - 1 if core.post_process else layers
             own = sum(n for n, chunk in zip(local, chunks, strict=True) if chunk >= oldest)
-            tokens, layers = sum(local) + own_layers * own, own_layers + 1
+            by_chunk = [0] * (chunks[-1] + 2)
+            for n, low, chunk in zip(local, starts, chunks, strict=True):
+                by_chunk[chunk] += n if low >= live_from else 0
+            pairs = max(a + b for a, b in pairwise(by_chunk))
+            tokens, with_adjoint = sum(local) + own_layers * own, live + own_layers * pairs
         config = core.config
         per_token = 2 * config.kv_channels * config.num_query_groups // config.tensor_model_parallel_size
         wide = accumulate_dtype(config.params_dtype)
-        state, adjoint = tokens * per_token * config.params_dtype.itemsize, layers * live * per_token * wide.itemsize
+        state, adjoint = tokens * per_token * config.params_dtype.itemsize, with_adjoint * per_token * wide.itemsize
         if not run.arch.hybrid:
             return state, adjoint
         # Recurrent layers: the newest state, and snapshots; the adjoint is one state, whatever the length.

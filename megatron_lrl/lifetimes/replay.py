@@ -240,6 +240,10 @@ class _Flight:
     def _sweep(self, j: int, number: int, model: Any) -> tuple[Tensor, Any]:
         """A round with its graph: the loss of its tokens, and the adjoint of its state if later rounds read it."""
         state, last = self.states[j], number == len(self.feeds[j]) - 1
+        if len(self.feeds[j]) > 1:
+            grown = state.prepare_sweep(number)
+            self._nbytes += grown
+            self.run.ledger.add("replay", grown)
         # A view, gone after this call: only autograd holds the graph, and the schedule frees it after the backward.
         again = state.before(number)
         head = self._head(j)

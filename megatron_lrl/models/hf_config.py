@@ -23,6 +23,7 @@ from megatron_lrl.models.hf_families import (
     find_family,
 )
 from megatron_lrl.models.hf_fields import (
+    MOST_LAYERS,
     boolean,
     integer,
     number,
@@ -62,7 +63,9 @@ def read_architecture(hf_dir: str | Path) -> Architecture:
         raise UserError(f"{path}: no such file; a Hugging Face model directory holds a config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(raw).__name__}")
@@ -106,11 +109,8 @@ def _decoder(
     def size(key: str) -> int:
         return integer(fields, key, source)
 
-    num_layers, hidden, num_heads = (
-        size("num_hidden_layers"),
-        size("hidden_size"),
-        size("num_attention_heads"),
-    )
+    num_layers = integer(fields, "num_hidden_layers", source, most=MOST_LAYERS)
+    hidden, num_heads = size("hidden_size"), size("num_attention_heads")
     kv_default = default_of(family, "num_key_value_heads")
     num_kv_heads = num_heads
     if fields.get("num_key_value_heads", kv_default) is not None:

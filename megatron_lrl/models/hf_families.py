@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.architecture import ATTENTION, GDN, GDNSpec, MoESpec
-from megatron_lrl.models.hf_fields import boolean, integer, number
+from megatron_lrl.models.hf_fields import LARGEST, MOST_EXPERTS, MOST_LAYERS, boolean, integer, number
 
 __all__ = ["FAMILIES", "Family", "default_of", "family_fields", "find_family"]
 
@@ -83,7 +83,7 @@ def find_family(raw: Mapping[str, Any], source: str) -> Family:
                 f"{source}: neither model_type nor architectures names a supported family ({valid})"
             )
         model_type = named[0]
-    if model_type not in _MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
         raise UserError(f"{source}: model_type = {model_type!r} is not supported; valid: {valid}")
     family = _MODEL_TYPES[model_type]
     if classes and classes != [family.model_class]:
@@ -128,7 +128,8 @@ def family_fields(raw: Mapping[str, Any], family: str, num_layers: int, source: 
         fields |= {"sandwich_norms": True, "fused_gate_up": True}
     if family == "glm4_moe":
         fields["qk_norm"] = boolean(raw, "use_qk_norm", source, False)
-        extra = _alias(raw, ("num_nextn_predict_layers", "num_mtp_layers"), family, source, least=0)
+        keys = ("num_nextn_predict_layers", "num_mtp_layers")
+        extra = _alias(raw, keys, family, source, least=0, most=MOST_LAYERS)
         carried = range(num_layers, num_layers + extra)
         fields["carried"] = tuple(rf"model\.layers\.{layer}\..*" for layer in carried)
     moe_layers = _moe_layers(raw, family, num_layers, source)
@@ -150,7 +151,7 @@ def _mixers(raw: Mapping[str, Any], family: str, num_layers: int, source: str) -
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             raise UserError(f"{source}: layer_types must list one kind per layer ({num_layers})")
         for index, kind in enumerate(layer_types):
-            if kind not in kinds:
+            if not isinstance(kind, str) or kind not in kinds:
                 valid = " or ".join(repr(name) for name in kinds)
                 raise UserError(f"{source}: layer_types[{index}] = {kind!r} is not supported; valid: {valid}")
         mixers = tuple(kinds[kind] for kind in layer_types)
@@ -205,7 +206,8 @@ def _moe(raw: Mapping[str, Any], family: str, source: str) -> MoESpec:
 
     glm = family == "glm4_moe"
     keys = ("n_routed_experts" if glm else "num_experts", "num_local_experts")
-    experts, width = _alias(raw, keys, family, source), size("moe_intermediate_size")
+    experts = _alias(raw, keys, family, source, most=MOST_EXPERTS)
+    width = size("moe_intermediate_size")
     normalise = True  # of qwen3_5_moe, whatever the config says
     if family != "qwen3_5_moe":
         normalise = boolean(raw, "norm_topk_prob", source, default_of(family, "norm_topk_prob"))
@@ -242,10 +244,17 @@ def _moe(raw: Mapping[str, Any], family: str, source: str) -> MoESpec:
     return spec
 
 
-def _alias(raw: Mapping[str, Any], keys: tuple[str, str], family: str, source: str, least: int = 1) -> int:
+def _alias(
+    raw: Mapping[str, Any],
+    keys: tuple[str, str],
+    family: str,
+    source: str,
+    least: int = 1,
+    most: int = LARGEST,
+) -> int:
     """A field that transformers writes under either of two names."""
     stated = [key for key in keys if raw.get(key) is not None]
-    if len({raw[key] for key in stated}) > 1:
+    if any(raw[key] != raw[stated[0]] for key in stated):
         raise UserError(f"{source}: {keys[0]} = {raw[keys[0]]!r} contradicts {keys[1]} = {raw[keys[1]]!r}")
     default = next(value for key in keys if (value := default_of(family, key)) is not None)
-    return integer({} if not stated else raw, stated[0] if stated else keys[0], source, default, least)
+    return integer({} if not stated else raw, stated[0] if stated else keys[0], source, default, least, most)

@@ -12,6 +12,9 @@ from typing import Any
 from megatron_lrl.errors import UserError
 
 __all__ = [
+    "LARGEST",
+    "MOST_EXPERTS",
+    "MOST_LAYERS",
     "boolean",
     "integer",
     "number",
@@ -19,6 +22,11 @@ __all__ = [
     "refuse_sliding_window",
     "refuse_unsupported",
 ]
+
+
+LARGEST = 2**31 - 1  # of any size in config.json
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 2**15 - 1  # recorded routing holds int16
 
 
 def _names(text: str) -> frozenset[str]:
@@ -198,14 +206,23 @@ def refuse_sliding_window(
         )
 
 
-def integer(raw: Mapping[str, Any], key: str, source: str, default: int | None = None, least: int = 1) -> int:
-    """The integer `raw[key]`, or the default where the key is absent; below `least` is a `UserError`."""
+def integer(
+    raw: Mapping[str, Any],
+    key: str,
+    source: str,
+    default: int | None = None,
+    least: int = 1,
+    most: int = LARGEST,
+) -> int:
+    """The integer `raw[key]`, or the default where the key is absent; outside `least` to `most` is a `UserError`."""
     kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
     value = raw.get(key, default)
     if key not in raw and default is None:
         raise UserError(f"{source}: the field {key} is missing; expected {kind}")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{source}: {key} = {value!r} must be {kind}")
+    if value > most:
+        raise UserError(f"{source}: {key} = {value} must be at most {most}")
     return value
 
 
@@ -222,6 +239,7 @@ def boolean(raw: Mapping[str, Any], key: str, source: str, default: bool) -> boo
 def number(raw: Mapping[str, Any], key: str, source: str, default: float, least: float, most: float) -> float:
     """The number `raw[key]`, strictly between `least` and `most`."""
     value = raw.get(key, default)
+    most = min(most, 1e300)  # JSON's integers may exceed what a float holds
     if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < most:
         raise UserError(f"{source}: {key} = {value!r} must be a number between {least:g} and {most:g}")
     return float(value)

@@ -94,10 +94,10 @@ def routing_of(value: Any, tokens: int, where: str, shape: RoutingShape | None) 
         raise UserError(f"{where} must be an object with exactly the keys {', '.join(sorted(_KEYS))}")
     if value["layers"] != list(shape.layers) or value["top_k"] != shape.top_k:
         raise UserError(
-            f"{where} has layers {value['layers']} and top_k {value['top_k']}; the model has "
+            f"{where} has layers {value['layers']!r} and top_k {value['top_k']!r}; the model has "
             f"{list(shape.layers)} and {shape.top_k}"
         )
-    if value["dtype"] not in _DTYPES:
+    if not isinstance(value["dtype"], str) or value["dtype"] not in _DTYPES:
         raise UserError(f"{where}.dtype = {value['dtype']!r}; valid: {', '.join(_DTYPES)}")
     parts: list[bytes] = []
     for key, width in (("experts", 2), ("weights", int(_DTYPES[value["dtype"]][-1]))):
@@ -120,4 +120,6 @@ def routing_of(value: Any, tokens: int, where: str, shape: RoutingShape | None) 
         raise UserError(f"{where}.experts names an expert twice for one token")
     if not bool(torch.isfinite(weight_RLk).all()):
         raise UserError(f"{where}.weights must be finite")
+    if bool((weight_RLk < 0).any()):
+        raise UserError(f"{where}.weights must be at least 0")
     return routing

@@ -222,12 +222,25 @@ class SequenceState:
         """
         total = 0
         first = next((i for i, counts in enumerate(self._counts_before) if counts[0] >= live_from), None)
-        for _, layer in self.layers():
+        for number, layer in self.layers():
             constants = [_constant_tokens(layer, page, first) for page in layer.own]
-            total += layer.enable_adjoints(dtype, constants, spare)
+            total += self._enable_layer(number, layer, dtype, constants, spare)
         for _, recurrent in self.recurrent_layers():
             total += recurrent.enable_adjoint(dtype, len(self._counts_before) if first is None else first)
         return total
+
+    def prepare_sweep(self, number: int) -> int:
+        """Before advance ``number`` is recomputed: make the adjoints it adds to, and free those of what was swept.
+
+        Returns by how many bytes the state grew.
+        """
+        return 0
+
+    def _enable_layer(
+        self, number: int, layer: KVLayer, dtype: torch.dtype, constants: Sequence[int], spare: bool
+    ) -> int:
+        """Adjoints of one attention layer's own pages; ``constants[i]`` tokens of page i need none."""
+        return layer.enable_adjoints(dtype, constants, spare)
 
     def tensors(self) -> Iterator[Tensor]:
         """Storage owned by this state alone, each tensor once."""

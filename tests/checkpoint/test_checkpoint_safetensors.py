@@ -100,12 +100,21 @@ def test_one_file_is_cast_and_replaced(tmp_path: Path) -> None:
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}',
         b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}}',
         b'{"a": 3}',
+        b"[" * 100_000,
+        b'{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 8]}}',
     ],
 )
 def test_impossible_headers_are_user_errors(header: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(UserError, match=r"model\.safetensors: damaged safetensors header"):
+        SafetensorsReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")  # a regular file that even root cannot read
+    with pytest.raises(UserError, match=rf"{name}: cannot be read: "):
         SafetensorsReader(tmp_path)
 
 

@@ -22,7 +22,9 @@ def planned_beside(run: Run, shape: Work, contract: str) -> dict[str, int]:
         return plan.bytes_of(shape, contract, recorded=True).lifetimes()
 
 
-def measured(world: World, settings: Sequence[str], contracts: Sequence[str], work: Sequence[int]) -> dict[str, Any]:
+def measured(
+    world: World, settings: Sequence[str], contracts: Sequence[str], work: Sequence[int]
+) -> dict[str, Any]:
     """Bytes of this rank after one update under each contract, and what a plan beside the run says."""
     shape = Work(*work)
     config = load_config("/dev/null", [*settings, *world.overrides])
@@ -47,7 +49,9 @@ def measured(world: World, settings: Sequence[str], contracts: Sequence[str], wo
     return found
 
 
-def resident(world: World, settings: Sequence[str], contracts: Sequence[str], works: Sequence[Sequence[int]]) -> Any:
+def resident(
+    world: World, settings: Sequence[str], contracts: Sequence[str], works: Sequence[Sequence[int]]
+) -> Any:
     """Bytes of this rank by contract and shape of window: state after capture, peaks of the lifetimes. No step."""
     config = load_config("/dev/null", [*settings, *world.overrides])
     found: dict[str, list[dict[str, int]]] = {contract: [] for contract in contracts}

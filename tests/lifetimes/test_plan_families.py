@@ -60,7 +60,7 @@ PLANNED = [
     Planned("qwen3_next", World(tp=2, cp=2), ("exact", "conventional")),
     Planned("qwen3_moe-sparse", World(pp=2), layers=8),
     Planned("glm4_moe", World(), ("response_only", "conventional")),
-    Planned("glm4_moe-groups", World(tp=2, dp=2, ep=2), ("exact",)),
+    pytest.param(Planned("glm4_moe-groups", World(tp=2, dp=2, ep=2), ("exact",)), marks=pytest.mark.slow),
 ]
 
 
@@ -104,7 +104,7 @@ def test_planned_bytes_are_measured_bytes(one: Planned, session_dir: Path, repor
 def test_fewer_snapshots_are_kept_and_some_made_again(session_dir: Path) -> None:
     folder = model_of(session_dir, Planned("qwen3_5", World()))
     planned = []
-    for budget in (0, 24_000):
+    for budget in (0, 30_000):
         config = load_config(
             "/dev/null", [f"model.hf={folder}", *SETTINGS, f"prefix.snapshot_bytes={budget}"]
         )
@@ -112,8 +112,8 @@ def test_fewer_snapshots_are_kept_and_some_made_again(session_dir: Path) -> None
             planned.append(plan.bytes_of(Work(*WORK), "exact"))
             one = plan._recurrent_bytes(torch.float32)
     every, few = planned
-    # 6 chunks; the first starts from nothing. 24,000 bytes hold 4 states: a snapshot before chunks 0, 2, 4.
-    assert one == 2 * 4 * (8 * 8 * 8 + (2 * 4 * 8 + 8 * 8) * 3) and 4 * one <= 24_000 < 5 * one
+    # 6 chunks; the first starts from nothing. 30,000 bytes hold 4 states: a snapshot before chunks 0, 2, 4.
+    assert one == 2 * 4 * (8 * 8 * 8 + (2 * 4 * 8 + 8 * 8) * 3) and 4 * one <= 30_000 < 5 * one
     assert every.refilled == 0 and few.refilled == one
     assert every.state - few.state == 3 * one
     assert few.adjoint == every.adjoint

@@ -114,6 +114,32 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ("qwen3_5-vl", {"audio_config": {"depth": 1}}, "audio_config = {'depth': 1} is an unknown field"),
         ("qwen3_5-vl", {"architectures": ["Qwen3_5ForCausalLM"]}, "does not fit model_type 'qwen3_5'"),
         ("qwen3_5-vl", {"text_hidden_size": 0}, "text_config: hidden_size = 0 must be a positive integer"),
+        # JSON values that cannot be compared, hashed, counted up to or turned into a float
+        ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type = ['qwen3_moe'] is not supported"),
+        ("qwen3_5-vl", {"text_model_type": {}}, "text_config: model_type = {} is not supported"),
+        (
+            "qwen3_next",
+            {"layer_types": [["full_attention"]] * 4},
+            "layer_types[0] = ['full_attention'] is not",
+        ),
+        (
+            "glm4_moe",
+            {"n_routed_experts": [8], "num_local_experts": None},
+            "n_routed_experts = [8] must be a positive",
+        ),
+        ("qwen3_moe", {"num_local_experts": [8]}, "num_experts = 8 contradicts num_local_experts = [8]"),
+        ("qwen3_moe", {"num_hidden_layers": 10**30}, f"num_hidden_layers = {10**30} must be at most 10000"),
+        (
+            "qwen3_moe",
+            {"num_experts": 2**15, "num_local_experts": None},
+            "num_experts = 32768 must be at most 32767",
+        ),
+        (
+            "glm4_moe",
+            {"num_nextn_predict_layers": 10**9},
+            "num_nextn_predict_layers = 1000000000 must be at most",
+        ),
+        ("glm4_moe", {"routed_scaling_factor": 10**400}, "must be a number between 0 and"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(

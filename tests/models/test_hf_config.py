@@ -159,7 +159,21 @@ def test_sizes_must_be_stated(key: str) -> None:
         architecture_from_dict(raw)
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "not valid JSON"), ("[]", "expected a JSON object")])
+DAMAGED = {
+    "cut": ("{", "not valid JSON"),
+    "list": ("[]", "expected a JSON object"),
+    "deep": ("[" * 100_000, "not valid JSON"),
+    "digits": ('{"vocab_size": 1' + "0" * 5000 + "}", "not valid JSON"),
+}
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")  # a regular file that even root cannot read
+    with pytest.raises(UserError, match=r"config\.json: cannot be read: "):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "message"), DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_file_is_named(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=message) as caught:

@@ -59,6 +59,7 @@ WRONG = {
     "layers": ({"layers": [1, 2]}, "has layers [1, 2]"),
     "top_k": ({"top_k": 3}, "top_k 3"),
     "dtype": ({"dtype": "float16"}, "dtype = 'float16'"),
+    "no dtype": ({"dtype": ["float32"]}, "dtype = ['float32']"),
     "base64": ({"experts": "%%"}, "experts is not base64"),
     "length": (
         {"weights": encoded([0.5] * 3, "<f4")},
@@ -67,6 +68,7 @@ WRONG = {
     "range": ({"experts": encoded([0, 1, 2, 300], "<i2")}, "outside 0 to 299"),
     "negative": ({"experts": encoded([0, 1, 2, -1], "<i2")}, "outside 0 to 299"),
     "twice": ({"experts": encoded([0, 1, 2, 2], "<i2")}, "twice for one token"),
+    "weight": ({"weights": encoded([0.5, 0.5, -0.5, 0.5], "<f4")}, "must be at least 0"),
     "finite": ({"weights": encoded([0.5, 0.5, 0.5, float("nan")], "<f4")}, "must be finite"),
 }
 

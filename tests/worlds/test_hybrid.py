@@ -39,6 +39,11 @@ def in_world(world: World) -> str:
     return world.name
 
 
+def slow(world: World) -> Any:
+    """A world that runs with `-m slow` only."""
+    return pytest.param(world, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("world", ALL_WORLDS, ids=in_world)
 def test_score_and_grad_are_those_of_transformers(
     world: World, answers: Any, tmp_path: Path, report: Any
@@ -102,7 +107,9 @@ def test_memory_is_flat_and_snapshots_are_budgeted(world: World, answers: Any, r
     report("resident bytes, every snapshot and every 4th", [x[0]["peak"]["group"] for x in (fine, coarse)])
 
 
-@pytest.mark.parametrize("world", [ONE, World(cp=2), World(tp=2, cp=2), World(cp=2, pp=2)], ids=in_world)
+@pytest.mark.parametrize(
+    "world", [slow(ONE), World(cp=2), slow(World(tp=2, cp=2)), World(cp=2, pp=2)], ids=in_world
+)
 def test_coarse_snapshots_and_chunks_change_nothing(
     world: World, answers: Any, tmp_path: Path, report: Any
 ) -> None:
@@ -121,7 +128,9 @@ def test_coarse_snapshots_and_chunks_change_nothing(
         comparison.require(REL_L2, WORST, str(variant))
 
 
-@pytest.mark.parametrize("world", [ONE, World(cp=2), World(tp=2, cp=2), World(cp=2, pp=2)], ids=in_world)
+@pytest.mark.parametrize(
+    "world", [ONE, World(cp=2), slow(World(tp=2, cp=2)), slow(World(cp=2, pp=2))], ids=in_world
+)
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next"])
 def test_packed_documents_do_not_leak(
     case: str, world: World, answers: Any, tmp_path: Path, report: Any
@@ -148,7 +157,9 @@ def test_packed_documents_do_not_leak(
     comparison.require(REL_L2, WORST, case)
 
 
-@pytest.mark.parametrize("world", [ONE, World(tp=2, cp=2), World(cp=2, pp=2), World(dp=2)], ids=in_world)
+@pytest.mark.parametrize(
+    "world", [ONE, slow(World(tp=2, cp=2)), World(cp=2, pp=2), slow(World(dp=2))], ids=in_world
+)
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "qwen3_5_moe-vl"])
 def test_the_sampler_is_the_policy_that_replay_scores(
     case: str, world: World, answers: Any, tmp_path: Path, report: Any
