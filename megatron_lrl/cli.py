@@ -213,8 +213,10 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "import":
             sub.add_argument(
-                "--lastkv-chunk", type=_size, metavar="C", help="tokens per LastKV chunk of the "
-                "converted model"
+                "--lastkv-chunk",
+                type=_size,
+                metavar="C",
+                help="tokens per LastKV chunk of the converted model",
             )
             sub.add_argument(
                 "--no-lastkv-blend",
@@ -248,13 +250,11 @@ def _parser() -> argparse.ArgumentParser:
                 "--prompt", type=_size, metavar="P", help="prompt tokens (default 32768, if they fit)"
             )
             sub.add_argument(
-                "--response", type=_size, metavar="R", help="response tokens (default "
-                "rollout.max_new_tokens)"
+                "--response", type=_size, metavar="R", help="response tokens (default rollout.max_new_tokens)"
             )
             sub.add_argument("--budget", type=_positive, metavar="GIB", help="memory of one rank, in GiB")
             sub.add_argument(
-                "--tflops", type=_positive, metavar="T", help="10^12 operations a second that a rank "
-                "achieves"
+                "--tflops", type=_positive, metavar="T", help="10^12 operations a second that a rank achieves"
             )
             sub.add_argument("--out", metavar="R.json", help="also write the bytes as JSON")
     return parser

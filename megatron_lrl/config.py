@@ -77,7 +77,9 @@ def check_train(config: Config) -> None:
     """Raise UserError unless the settings that only training needs are there and can teach anything."""
     lm = config.train.objective == "lm"
     if lm and config.lm.data is None:
-        raise UserError('train.objective = "lm" needs lm.data: a .txt or .jsonl file, or a Megatron indexed dataset')
+        raise UserError(
+            'train.objective = "lm" needs lm.data: a .txt or .jsonl file, or a Megatron indexed dataset'
+        )
     if not lm and config.data.prompts is None:
         raise UserError("train needs data.prompts: a JSONL file of prompts")
     if config.train.output is None:

@@ -195,7 +195,9 @@ def init_distributed() -> World:
         elif "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
         elif world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+            )
         else:
             raise UserError("WORLD_SIZE is set but MASTER_ADDR is not: launch with torchrun")
     return World(device, rank, world_size)

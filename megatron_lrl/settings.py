@@ -241,7 +241,8 @@ class TrainTable(Table):
         ge=1,
     )
     on_nonfinite: Literal["stop", "skip"] = _key(
-        "stop", "what a NaN or infinite loss or gradient does: stop the run, or skip the update's step; both say where"
+        "stop",
+        "what a NaN or infinite loss or gradient does: stop the run, or skip the update's step; both say where",
     )
 
 

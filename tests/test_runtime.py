@@ -92,7 +92,9 @@ def test_a_process_can_start_anew_after_a_refusal(alone: None) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_restarted_world_shares_a_store_without_the_keys_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_world_shares_a_store_without_the_keys_of_the_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The agent's store stays; of the start in between only two ranks got as far as greeting rank 0."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

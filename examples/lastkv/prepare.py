@@ -1,6 +1,6 @@
 """Write Python's own manual (`pydoc_data.topics`, 0.7 MB of technical English) as documents for next-token training.
 
-    python examples/lastkv/prepare.py --out .cache/lastkv/topics.jsonl
+python examples/lastkv/prepare.py --out .cache/lastkv/topics.jsonl
 """
 
 from __future__ import annotations

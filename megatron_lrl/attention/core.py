@@ -70,7 +70,12 @@ class SegmentCoreAttention(MegatronModule):
             raise RuntimeError("the model runs only through megatron_lrl.state.advance")
         advance: LayerAttention = packed_seq_params  # type: ignore[assignment]
         o_mHd = advance.attend(
-            self.layer_number, query.squeeze(1), key.squeeze(1), value.squeeze(1), self.scale, self.lastkv_gate
+            self.layer_number,
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            self.scale,
+            self.lastkv_gate,
         )
         return o_mHd.reshape(o_mHd.shape[0], 1, -1)
 

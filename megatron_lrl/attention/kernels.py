@@ -30,7 +30,9 @@ def _flash_cuda(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
 
 
-def attend(q_nqsd: Tensor, k_nqtd: Tensor, v_nqtd: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q_nqsd: Tensor, k_nqtd: Tensor, v_nqtd: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention over one segment. ``causal`` needs s == t and aligns both ends.
 
     Keys and values carry as many heads as the queries (stride 0 along a KV group is fine).

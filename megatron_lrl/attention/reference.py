@@ -22,7 +22,9 @@ def _scores(q_nqsd: Tensor, k_nqtd: Tensor, causal: bool, scale: float) -> Tenso
     return scores
 
 
-def attend(q_nqsd: Tensor, k_nqtd: Tensor, v_nqtd: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q_nqsd: Tensor, k_nqtd: Tensor, v_nqtd: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over one segment, scores materialised."""
     scores = _scores(q_nqsd, k_nqtd, causal, scale)
     lse = scores.logsumexp(-1)

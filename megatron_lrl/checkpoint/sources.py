@@ -73,9 +73,18 @@ class Sources:
         return bool(self._scaled)
 
     def shard(self, entry: Entry, tp_rank: int, tp_size: int) -> torch.Tensor:
-        """A tp rank's parameter, in the narrowest dtype that holds its sources."""
+        """A tp rank's parameter, in the narrowest dtype that holds its sources.
+
+        Raises `UserError` naming file and tensor if a value is NaN or infinite.
+        """
         sources = [self.tensor(name, entry.part) for name in entry.hf_names]
-        return entry.op.to_shard(sources, tp_rank, tp_size, entry.width)
+        shard = entry.op.to_shard(sources, tp_rank, tp_size, entry.width)
+        if not torch.isfinite(shard).all():
+            everything = (slice(None),) * len(entry.hf_shapes[0])
+            found = zip(entry.hf_names, sources, strict=True)
+            name = next(n for n, source in found if not torch.isfinite(source[everything]).all())
+            raise UserError(f"{self.reader.path(name)}: tensor {name} holds values that are NaN or infinite")
+        return shard
 
     def tensor(self, name: str, part: int | None = None) -> Sliceable:
         """A source tensor, or part of one along its first axis, to be sliced."""

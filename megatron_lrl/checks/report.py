@@ -21,6 +21,7 @@ from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradien
 from megatron_lrl.lifetimes.lockstep import check_lockstep
 from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
+from megatron_lrl.rl.finite import reduce_finite
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.rl.text import Text, hf_folder
 from megatron_lrl.rl.types import Group, Prompt
@@ -130,7 +131,7 @@ def _window(run: Run, groups: Sequence[Group], contract: str, baseline: Any = No
     plan = WindowPlan(groups, run.config, run.runtime.dp, run.runtime.dp_rank)
     with run.update_window() as window:
         sums = accumulate(window, plan, contract=contract, quiet=False)
-        window.reduce()
+        reduce_finite(window)
         values = summarise(sums)
         summary = {
             "max_logprob_difference": float(sums["logprob_difference_max"]),

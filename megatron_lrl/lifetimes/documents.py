@@ -43,4 +43,3 @@ class Documents:
 
     def close(self) -> None:
         """There is no prefix to free."""
-

@@ -41,7 +41,12 @@ class KeptGraphs:
         return number == self._first or number >= self._oldest
 
     def capture(
-        self, model: Any, state: SequenceState, tokens: Sequence[int], number: int, agree: Callable[[int], int]
+        self,
+        model: Any,
+        state: SequenceState,
+        tokens: Sequence[int],
+        number: int,
+        agree: Callable[[int], int],
     ) -> Tensor:
         """Feed a chunk under autograd, let ``state`` grow by its keys and values, and keep the graph if it fits.
 

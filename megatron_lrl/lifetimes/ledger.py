@@ -1,10 +1,10 @@
 """Bytes by lifetime, measured.
 
-    run      parameters, gradient buffers, optimizer state          live tensors
-    window   recorded log-probabilities of the window                live tensors
-    group    resident prefixes (and adjoints)                        storage the states own
-    replay   saved-for-backward bytes at their peak                  each storage once, parameters and resident
-                                                                     state left out
+run      parameters, gradient buffers, optimizer state          live tensors
+window   recorded log-probabilities of the window                live tensors
+group    resident prefixes (and adjoints)                        storage the states own
+replay   saved-for-backward bytes at their peak                  each storage once, parameters and resident
+                                                                 state left out
 """
 
 from __future__ import annotations

@@ -103,7 +103,9 @@ def planned_run(config: Config, runtime: PlannedRuntime, arch: Architecture, opt
 class Plan:
     """A rank's planned run, to be asked for windows of any shape, inside the block of `open_plan`."""
 
-    def __init__(self, config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True) -> None:
+    def __init__(
+        self, config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True
+    ) -> None:
         self.run = planned_run(config, runtime, arch, optimizer)
         self._graphs = Graphs(self.run)
 
@@ -156,11 +158,16 @@ class Plan:
         config = core.config
         per_token = 2 * config.kv_channels * config.num_query_groups // config.tensor_model_parallel_size
         wide = accumulate_dtype(config.params_dtype)
-        state, adjoint = tokens * per_token * config.params_dtype.itemsize, with_adjoint * per_token * wide.itemsize
+        state, adjoint = (
+            tokens * per_token * config.params_dtype.itemsize,
+            with_adjoint * per_token * wide.itemsize,
+        )
         if not run.arch.hybrid:
             return state, adjoint
         # Recurrent layers: the newest state, and snapshots; the adjoint is one state, whatever the length.
-        snapshots = 0 if not live else -(-self._live_chunks(group) // self._snapshot_every(group)) - (live_from == 0)
+        snapshots = (
+            0 if not live else -(-self._live_chunks(group) // self._snapshot_every(group)) - (live_from == 0)
+        )
         state += self._recurrent_bytes(config.params_dtype) * (1 + snapshots)
         return state, adjoint + (self._recurrent_bytes(wide) if live else 0)
 
@@ -170,7 +177,9 @@ class Plan:
             return 0
         group = PromptGroup(self.run, "plan", range(prompt), contract)
         live = self._live_chunks(group)
-        return (min(self._snapshot_every(group), live) - 1) * self._recurrent_bytes(self._dtype) if live else 0
+        return (
+            (min(self._snapshot_every(group), live) - 1) * self._recurrent_bytes(self._dtype) if live else 0
+        )
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -198,7 +207,9 @@ class Plan:
 
 
 @contextmanager
-def open_plan(config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True) -> Iterator[Plan]:
+def open_plan(
+    config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True
+) -> Iterator[Plan]:
     """A plan for the rank whose place ``runtime`` is. Everything asked of it must be asked inside the block."""
     with rehearsal(runtime.layout.pp - runtime.pp_rank):
         yield Plan(config, runtime, arch, optimizer)

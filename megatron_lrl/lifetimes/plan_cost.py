@@ -76,7 +76,11 @@ class _Tokens:
 
     def trained(self, count: int, state_only: bool = False) -> float:
         """Forward and backward."""
-        return 3 * self._weights(count, state_only) + 5 * count * self._rule + 3.5 * self._causal(count, state_only)
+        return (
+            3 * self._weights(count, state_only)
+            + 5 * count * self._rule
+            + 3.5 * self._causal(count, state_only)
+        )
 
     def pairs(self, count: int, state_only: bool = False) -> float:
         """Attention of so many (query, key) pairs in every attention layer, forward."""

@@ -1,8 +1,8 @@
 """`plan CONFIG`: bytes of every kind of rank by lifetime, what fits a budget, and the break-even with `conventional`.
 
-    settings ─ one planned rank per kind of pipeline stage ─┬─ bytes by lifetime ─ headroom
-                                                            ├─ largest P, R, G, K that fit
-    shapes ─ operations ────────────────────────────────────┴─ break-even: seconds, bytes
+settings ─ one planned rank per kind of pipeline stage ─┬─ bytes by lifetime ─ headroom
+                                                        ├─ largest P, R, G, K that fit
+shapes ─ operations ────────────────────────────────────┴─ break-even: seconds, bytes
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron_lrl.lifetimes.plan import (
 )
 from megatron_lrl.lifetimes.plan_cost import break_even_group, window_cost
 from megatron_lrl.lifetimes.plan_world import beside
+from megatron_lrl.lifetimes.routing import check_routing
 from megatron_lrl.lifetimes.run import Run, read_model_architecture
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.models.layout_check import check_layout
@@ -83,6 +84,7 @@ def plan(
     parallel = config.parallel
     layout = Layout(parallel.tp, parallel.cp, parallel.pp, parallel.ep)
     check_layout(arch, layout)
+    check_routing(config, arch)
     world = layout.model_size if world is None else world
     check_world(layout, world)
     request = Request(
@@ -115,7 +117,9 @@ def _plan_stage(config: Config, arch: Architecture, request: Request, stage: int
         prompts = {}
         for prompt in sorted({max(1, work.prompt // n) for n in (1, 4, 16, 64)}):
             shape = replace(work, prompt=prompt)
-            mine, theirs = (plan.bytes_of(shape, contract, recorded=True) for contract in (None, "conventional"))
+            mine, theirs = (
+                plan.bytes_of(shape, contract, recorded=True) for contract in (None, "conventional")
+            )
             prompts[prompt] = (mine.total - mine.run, theirs.total - theirs.run)
     return StagePlan(ours, conventional, limits, prompts)
 
@@ -181,7 +185,11 @@ def _text(config: Config, arch: Architecture, request: Request, stages: Sequence
     ]
     if request.budget is not None:
         room = [request.budget - s.ours.total for s in stages]
-        lines += [_row("headroom", room), "", f"fits {request.budget / GIB:.1f} GiB, one size changed at a time:"]
+        lines += [
+            _row("headroom", room),
+            "",
+            f"fits {request.budget / GIB:.1f} GiB, one size changed at a time:",
+        ]
         for name in ("P", "R", "G", "K"):
             value = min(s.limits[name] for s in stages)
             shown = "any number" if value >= NO_LIMIT else str(value) if value else "nothing fits"
@@ -244,7 +252,9 @@ def _row(name: str, values: Sequence[int]) -> str:
     return f"  {name:<28}" + "".join(f"{value / GIB:>14.3f}" for value in values)
 
 
-def _break_even(config: Config, arch: Architecture, request: Request, stages: Sequence[StagePlan]) -> list[str]:
+def _break_even(
+    config: Config, arch: Architecture, request: Request, stages: Sequence[StagePlan]
+) -> list[str]:
     work, contract, truncate = request.work, config.prefix.contract, config.prefix.truncate_tokens
     if contract == "conventional":
         return ["contract conventional: there is nothing to break even with"]

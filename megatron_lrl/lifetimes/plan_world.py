@@ -49,7 +49,12 @@ REPLACED_NAMES = (
 """What a rehearsal replaces while its block is open; a test holds that each exists and comes back."""
 
 META = torch.device("meta")
-_TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float64: "Double"}
+_TYPE_NAMES = {
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float64: "Double",
+}
 
 
 class PlannedRuntime(Runtime):
@@ -134,9 +139,7 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
         stack.enter_context(_replaced(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
         # No dropout: random states are neither read nor moved on.
         stack.enter_context(_replaced(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()))
-        stack.enter_context(
-            _replaced(schedule, "get_forward_backward_func", lambda: _one_stage(in_flight))
-        )
+        stack.enter_context(_replaced(schedule, "get_forward_backward_func", lambda: _one_stage(in_flight)))
         stack.enter_context(_replaced(MoEAlltoAllTokenDispatcher, "preprocess", even_dispatch))
         stack.enter_context(_replaced(delta_rule, "_DeltaRule", PlannedDeltaRule))
         stack.enter_context(_replaced(delta_rule, "_blocks", shapes_of_blocks))
@@ -147,7 +150,9 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
 def _one_stage(in_flight: int) -> Callable[..., list[Any]]:
     """Stands for Megatron-Core's schedules: passes of one stage, ``in_flight`` graphs alive at a time."""
 
-    def run(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> list[Any]:
+    def run(
+        *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any
+    ) -> list[Any]:
         stage = model[0]
         core = stage.module if hasattr(stage, "module") else stage
         held: deque[Tensor] = deque()
@@ -177,7 +182,9 @@ def _receive(core: Any, _args: Any, kwargs: dict[str, Any]) -> None:
     if core.pre_process:
         return
     config = core.config
-    slots = kwargs["input_ids"].shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    slots = kwargs["input_ids"].shape[1] // (
+        config.tensor_model_parallel_size if config.sequence_parallel else 1
+    )
     hidden = torch.empty(slots, 1, config.hidden_size, dtype=config.params_dtype)
     core.set_input_tensor([hidden.requires_grad_(torch.is_grad_enabled())])
 

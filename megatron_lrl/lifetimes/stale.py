@@ -37,7 +37,9 @@ class Drift:
 class LeasedGroup(PromptGroup):
     """A group on a prefix that belongs to the cache: capture takes it over, close gives it back."""
 
-    def __init__(self, run: Run, name: str, prompt_ids: Sequence[int], owner: PromptGroup, max_staleness: int) -> None:
+    def __init__(
+        self, run: Run, name: str, prompt_ids: Sequence[int], owner: PromptGroup, max_staleness: int
+    ) -> None:
         super().__init__(run, name, prompt_ids, "response_only")
         self.version, self.max_staleness = owner.version, max_staleness
         self._owner = owner
@@ -83,7 +85,9 @@ class StalePrefixCache:
         for key in list(self._kept):
             self._evict(key)
 
-    def lease(self, window: UpdateWindow, name: str, prompt_ids: Sequence[int], quiet: bool = True) -> LeasedGroup:
+    def lease(
+        self, window: UpdateWindow, name: str, prompt_ids: Sequence[int], quiet: bool = True
+    ) -> LeasedGroup:
         """A group of ``window`` on the kept prefix, captured if there is none; it ends with the window."""
         self.evict_old()
         key = hash_tokens(prompt_ids[:-1])

@@ -62,7 +62,12 @@ class UpdateWindow:
         self.close()
 
     def prompt_group(
-        self, name: str, prompt_ids: Sequence[int], contract: str | None = None, model: Any = None, quiet: bool = True
+        self,
+        name: str,
+        prompt_ids: Sequence[int],
+        contract: str | None = None,
+        model: Any = None,
+        quiet: bool = True,
     ) -> PromptGroup:
         """A prompt's group, to be entered with ``with``; it never outlives the window.
 

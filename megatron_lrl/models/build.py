@@ -258,4 +258,6 @@ def build_model(
         device=runtime.device,
     )
     placed = all(tensor.device == runtime.device for tensor in (*model.parameters(), *model.buffers()))
-    return model if placed else model.to(runtime.device)  # a planned model's (fake) parameters cannot be moved
+    return (
+        model if placed else model.to(runtime.device)
+    )  # a planned model's (fake) parameters cannot be moved

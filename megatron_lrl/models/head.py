@@ -44,7 +44,9 @@ def output_weight(model: Any) -> Tensor:
     return model.output_layer.weight
 
 
-def local_logits(hidden_nH: Tensor, weight_vH: Tensor, vocab_size: int, tp_rank: int, temperature: float) -> Tensor:
+def local_logits(
+    hidden_nH: Tensor, weight_vH: Tensor, vocab_size: int, tp_rank: int, temperature: float
+) -> Tensor:
     """[n, v] logits / temperature in the accumulation dtype; columns beyond the true vocabulary are -inf."""
     wide = torch.float64 if weight_vH.dtype == torch.float64 else torch.float32
     logits_nv = (hidden_nH @ weight_vH.t()).to(wide)

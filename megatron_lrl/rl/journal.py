@@ -80,7 +80,10 @@ class Journal:
         path = self.path(update)
         if not path.exists():
             if path.with_name(f".{path.name}.incomplete").exists():
-                print(f"skipped {path}: writing it was interrupted; update {update + 1} is sampled again", flush=True)
+                print(
+                    f"skipped {path}: writing it was interrupted; update {update + 1} is sampled again",
+                    flush=True,
+                )
             return None
         try:
             recorded = self._read(path, update)

@@ -74,12 +74,13 @@ class LmTrainer:
         """
         run, settings = self.run, self.run.config.lm
         count = settings.sequences_per_update
-        sequences = [
-            self.corpus.sequence(number * count + i, settings.sequence_length) for i in range(count)
-        ]
+        sequences = [self.corpus.sequence(number * count + i, settings.sequence_length) for i in range(count)]
         tokens = sum(len(part) - 1 for sequence in sequences for part in sequence)
         batches = [
-            [Branch(BranchKey(f"sequence{number * count + i}", j), tuple(part)) for j, part in enumerate(parts)]
+            [
+                Branch(BranchKey(f"sequence{number * count + i}", j), tuple(part))
+                for j, part in enumerate(parts)
+            ]
             for i, parts in enumerate(sequences)
             if parts and i % run.runtime.dp == run.runtime.dp_rank
         ]

@@ -87,7 +87,9 @@ def load_corpus(
     elif path.suffix == ".jsonl":
         documents = list(_jsonl(path, settings.text_key, tokenizer, vocab_size))
     else:
-        raise UserError(f"lm.data = {path}: unknown kind of file; valid: .txt, .jsonl, a prefix of .bin and .idx")
+        raise UserError(
+            f"lm.data = {path}: unknown kind of file; valid: .txt, .jsonl, a prefix of .bin and .idx"
+        )
     kept = [document for document in documents if len(document) > 1]
     if not kept:
         raise UserError(f"lm.data = {path} holds no document of at least two tokens")
@@ -103,7 +105,9 @@ def _read(path: Path) -> str:
 
 def _encode(text: str, tokenizer: Any, where: str) -> list[int]:
     if tokenizer is None:
-        raise UserError(f"{where}: text needs a tokenizer, and the model's directory has none; give token ids")
+        raise UserError(
+            f"{where}: text needs a tokenizer, and the model's directory has none; give token ids"
+        )
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
     return [*ids, end] if end is not None else ids

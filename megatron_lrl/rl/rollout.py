@@ -95,7 +95,12 @@ class Sampler:
         return Rollout(sampled, entropy / sum(map(len, ids)))
 
     def _step(
-        self, group: PromptGroup, state: SequenceState, feed: list[list[int]], uniforms: Any, routing: Recorder | None
+        self,
+        group: PromptGroup,
+        state: SequenceState,
+        feed: list[list[int]],
+        uniforms: Any,
+        routing: Recorder | None,
     ) -> Tensor:
         """[3, branches] token, log-probability, entropy of each branch's next token, on every rank, on the CPU."""
         settings, runtime = self.run.config.rollout, self.run.runtime

@@ -123,9 +123,7 @@ class Trainer:
         self._recorded = None
         return metrics, self._samples(done.recorded.groups)
 
-    def _attempt(
-        self, window: UpdateWindow, number: int, watch: Stopwatch
-    ) -> _Attempt:
+    def _attempt(self, window: UpdateWindow, number: int, watch: Stopwatch) -> _Attempt:
         """Everything before the step; ends in a collective over the world."""
         run, runtime = self.run, self.run.runtime
         with ExitStack() as resident:
@@ -157,7 +155,9 @@ class Trainer:
             fault = f"the gradient is not finite: {nonfinite_branches(window, plan, run.reference)}"
         return _Attempt(plan, recorded, sums, drifts, omitted, fault)
 
-    def _drifts(self, window: UpdateWindow, plan: WindowPlan, captured: dict[str, PromptGroup]) -> list[Drift]:
+    def _drifts(
+        self, window: UpdateWindow, plan: WindowPlan, captured: dict[str, PromptGroup]
+    ) -> list[Drift]:
         """How stale each replica's oldest leased prefix is, measured on its first response; of all replicas."""
         if self.stale is None:
             return []
@@ -281,9 +281,7 @@ class Trainer:
         for _, _, group, response in ranked[: self.run.config.train.log_samples]:
             prompt = self.text.decode(group.prompt_ids[-_SHOWN_PROMPT_TOKENS:])
             reward = "none" if response.reward is None else f"{response.reward:.3f}"
-            samples.append(
-                f"{group.id} reward {reward}\n... {prompt}\n>>> {self.text.decode(response.ids)}"
-            )
+            samples.append(f"{group.id} reward {reward}\n... {prompt}\n>>> {self.text.decode(response.ids)}")
         return samples
 
 

@@ -35,6 +35,7 @@ from megatron_lrl.rl.accumulate import (
     score_group,
 )
 from megatron_lrl.rl.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
+from megatron_lrl.rl.finite import reduce_finite, require_finite
 from megatron_lrl.rl.journal import Journal
 from megatron_lrl.rl.lm import LmTrainer
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
@@ -100,7 +101,12 @@ def _material(config: Config) -> Corpus | tuple[list[Prompt], Reward, Text]:
     text = Text(hf_folder(config))
     if config.train.objective == "lm":
         return load_corpus(
-            config.lm, text.tokenizer, arch.vocab_size, arch.max_positions, config.train.seed, config.data.shuffle
+            config.lm,
+            text.tokenizer,
+            arch.vocab_size,
+            arch.max_positions,
+            config.train.seed,
+            config.data.shuffle,
         )
     assert config.data.prompts is not None
     prompts = load_prompts(config, arch, text, config.data.prompts)
@@ -161,7 +167,9 @@ def train(config: Config, runtime: Runtime) -> None:
                 every = config.train.save_every
                 if stop or done == config.train.updates or (every and done % every == 0):
                     save_training(run, training_path(output, done), _progress(config, done))
-                    if runtime.is_main:  # the checkpoint before this one stays too, should this one get damaged
+                    if (
+                        runtime.is_main
+                    ):  # the checkpoint before this one stays too, should this one get damaged
                         journal.trim(saved or 0)
                     saved = done
                 if stop:
@@ -209,9 +217,10 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
         trainer = Trainer(run, prompts, reward, text)
         with phase(run):
             for place, prompt in _shared(list(enumerate(prompts)), runtime, "generate"):
-                with run.update_window() as window, window.prompt_group(
-                    prompt.id, prompt.prompt_ids, "response_only", quiet=False
-                ) as group:
+                with (
+                    run.update_window() as window,
+                    window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False) as group,
+                ):
                     rollout = trainer.sampler.sample(
                         group, config.rollout.group_size, config.rollout.max_new_tokens, 0
                     )
@@ -222,6 +231,8 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
             return [(place, trainer.rewarded(prompts[place], rollout)) for place, rollout in sampled if leads]
 
         groups = _gather(runtime.together(rewarded), runtime)
+    for group in groups:  # the same on every rank
+        require_finite(config, group.id, [response.logprobs or () for response in group.responses])
     runtime.together(lambda: write_trajectories(out, groups) if runtime.is_main else None)
 
 
@@ -232,14 +243,17 @@ def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None
     with open_run(config, runtime) as run, phase(run):
         for place, group in _shared(list(enumerate(groups)), runtime, "score"):
             branches = branches_of(group)
-            with run.update_window() as window, window.prompt_group(
-                group.id, group.prompt_ids, quiet=False
-            ) as prefix:
+            with (
+                run.update_window() as window,
+                window.prompt_group(group.id, group.prompt_ids, quiet=False) as prefix,
+            ):
                 logprobs = score_group(prefix, branches, config.replay.concurrent)
             mine.append(
                 (place, {"id": group.id, "logprobs": [logprobs[branch.key].tolist() for branch in branches]})
             )
     records = _gather(mine, runtime)
+    for record in records:  # the same on every rank
+        require_finite(config, record["id"], record["logprobs"])
     runtime.together(lambda: write_jsonl(out, records) if runtime.is_main else None)
 
 
@@ -254,7 +268,7 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
         # The reference is the model as loaded: the policy itself.
         reference = run.core(run.model) if config.loss.kl_coef > 0 else None
         sums = accumulate(window, plan, reference=reference, quiet=False)
-        window.reduce()
+        reduce_finite(window)
         metadata = {
             "format": "pt",
             "contract": config.prefix.contract,

@@ -163,6 +163,21 @@ def model_cases(place: Place) -> list[Case]:
     spoiled("reshaped", reshape, "model.norm.weight", "[17]", "[16]")
     spoiled("lost", lose, "model.layers.1.mlp.up_proj.weight")
     spoiled("no-json", damage("config.json", "{"), "config.json")
+    up = "model.layers.1.mlp.up_proj.weight"
+    for name, value in (("nan", math.nan), ("overflow", 1e38)):
+        tensors = load_file(place.model / "model.safetensors")
+        tensors[up].fill_(value)
+        tensors["model.layers.1.mlp.gate_proj.weight"].mul_(1e30)
+        save_file(tensors, place.copy_of_model(name) / "model.safetensors", {"format": "pt"})
+    cases.append(Case(place.score(f"model.hf={place.root / 'nan'}"), ("model.safetensors", up, "NaN")))
+    overflow = place.root / "overflow"
+    for arguments in (
+        place.score(f"model.hf={overflow}"),
+        place.generate(f"model.hf={overflow}"),
+        place.grad(f"model.hf={overflow}"),
+        ["check", str(place.config), f"model.hf={overflow}"],
+    ):
+        cases.append(Case(arguments, ("overflow", "is nan", "not finite")))
     for name, file, text in (
         ("generation", "generation_config.json", "{"),
         ("eos", "generation_config.json", '{"eos_token_id": ["</s>"]}'),

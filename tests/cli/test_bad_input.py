@@ -56,6 +56,20 @@ def test_layout_that_does_not_divide_the_model(tmp_path: Path) -> None:
     require_refused(World(tp=2), place, cases)
 
 
+def test_a_plan_refuses_what_the_run_would(tmp_path: Path) -> None:
+    """`plan` is one process whatever the launcher, so it is not among the cases of two ranks."""
+    place = Place(tmp_path)
+    plan = ["plan", str(place.config), "--prompt", "32"]
+    cases = [
+        Case([*plan, "parallel.ep=2"], ("parallel.ep = 2", "dense", "valid: 1")),
+        Case([*plan, "rollout.record_routing=true"], ("rollout.record_routing", "dense")),
+        Case(
+            [*plan, "moe.router_bias_update_rate=0.1"], ("moe.router_bias_update_rate", "no bias", "valid: 0")
+        ),
+    ]
+    require_refused(ONE, place, cases)
+
+
 def test_checkpoint_of_another_model(tmp_path: Path) -> None:
     """A run that would resume from weights of another model, and a checkpoint whose config.json was
     changed.

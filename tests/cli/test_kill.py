@@ -126,7 +126,9 @@ def test_a_damaged_checkpoint_and_journal_are_skipped(cases: Any) -> None:
     journal = root / "journal" / "update-000002.jsonl"
     assert list(journal.parent.iterdir()) == [journal], "what the checkpoint before the newest needs"
     for also in (False, True):
-        newest = max((root / "checkpoints" / "update-000003").glob("*.distcp"), key=lambda path: path.stat().st_size)
+        newest = max(
+            (root / "checkpoints" / "update-000003").glob("*.distcp"), key=lambda path: path.stat().st_size
+        )
         newest.write_bytes(newest.read_bytes()[:-1])
         if also:
             journal.write_bytes(journal.read_bytes()[:-20])

@@ -54,7 +54,9 @@ def test_planned_bytes_are_measured_bytes(world: World, hf: Path, report: Any) -
     arch, worst = read_architecture(hf), 0.0
     for stage in stages_that_differ(world.pp):
         with open_plan_of_stage(config, arch, world.size, stage) as plan:
-            planned = {contract: plan.bytes_of(Work(*WORK), contract, recorded=True) for contract in CONTRACTS}
+            planned = {
+                contract: plan.bytes_of(Work(*WORK), contract, recorded=True) for contract in CONTRACTS
+            }
         mine = [rank for rank in ranks if rank["stage"] == stage]
         assert len(mine) == world.size // world.pp
         for contract in CONTRACTS:
@@ -99,7 +101,9 @@ def test_real_models_are_planned_by_their_shapes(size: str) -> None:
     heads, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     layer = arch.hidden_size * (2 * heads + 2 * kv + 3 * arch.ffn_hidden_size) // tp
     norms = 2 * arch.hidden_size + 2 * arch.head_dim
-    count = arch.num_layers * (layer + norms) + 2 * arch.vocab_size * arch.hidden_size // tp + arch.hidden_size
+    count = (
+        arch.num_layers * (layer + norms) + 2 * arch.vocab_size * arch.hidden_size // tp + arch.hidden_size
+    )
     # Buffers are padded to whole shards, and parameters in them to 64 elements: a little more than the count.
     assert 2 * count <= planned.parameters <= 2 * count * 1.001
     assert planned.gradients == 2 * planned.parameters
@@ -128,8 +132,9 @@ def test_nothing_is_left_behind(hf: Path) -> None:
 
 def test_a_layout_that_does_not_divide_the_world_is_refused(hf: Path) -> None:
     config = load_config("/dev/null", [f"model.hf={hf}", "parallel.tp=2"])
-    with pytest.raises(UserError, match=r"parallel\.tp = 2.*multiple of 2"), open_plan_of_stage(
-        config, read_architecture(hf), 3, 0
+    with (
+        pytest.raises(UserError, match=r"parallel\.tp = 2.*multiple of 2"),
+        open_plan_of_stage(config, read_architecture(hf), 3, 0),
     ):
         pass
 
@@ -169,7 +174,16 @@ def test_the_verb_reports_and_writes(hf: Path, tmp_path: Path, capsys: pytest.Ca
     arguments = ["plan", str(tmp_path / "c.toml"), "--world", "4", "--prompt", "200", "--response", "8"]
     assert cli.main([*arguments, "--budget", "0.01", "--out", str(tmp_path / "p.json")]) == 0
     out = capsys.readouterr().out
-    for word in ("stage 0", "stage 1", "optimizer", "adjoint", "headroom", "largest P", "break-even", "conventional"):
+    for word in (
+        "stage 0",
+        "stage 1",
+        "optimizer",
+        "adjoint",
+        "headroom",
+        "largest P",
+        "break-even",
+        "conventional",
+    ):
         assert word in out
     written = json.loads((tmp_path / "p.json").read_text())
     assert [stage["planned"]["stage"] for stage in written["stages"]] == [0, 1]

@@ -41,7 +41,13 @@ COLLECTIVES = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
     "batch_isend_irecv", "all_gather_object",
 )  # fmt: skip
-_UNEQUAL = ("seconds/", "speed/", "bytes/", "window/", "pipeline/")  # metrics that count every attempt, or time
+_UNEQUAL = (
+    "seconds/",
+    "speed/",
+    "bytes/",
+    "window/",
+    "pipeline/",
+)  # metrics that count every attempt, or time
 
 
 class Fault:
@@ -115,7 +121,10 @@ def digest(run: Run) -> str:
             found.update(repr((group["lr"], group["weight_decay"], group.get("step"))).encode())
             for main in group["params"]:
                 state = part.optimizer.state[main]
-                tensors += [main.detach(), *(state[key] for key in sorted(state) if torch.is_tensor(state[key]))]
+                tensors += [
+                    main.detach(),
+                    *(state[key] for key in sorted(state) if torch.is_tensor(state[key])),
+                ]
     for tensor in tensors:
         found.update(tensor.cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
@@ -128,13 +137,19 @@ def trainer_of(
     """A trainer with two attempts a window."""
     reward = load_reward("cli.toy_rewards:low_ids", {})
     with open_run(config, runtime, optimizer=True) as run:
-        yield Trainer(run, prompts, reward, Text(Path(config.model.hf or "")), None, Retry(run, 2, connections))
+        yield Trainer(
+            run, prompts, reward, Text(Path(config.model.hf or "")), None, Retry(run, 2, connections)
+        )
 
 
 @contextmanager
 def opened(world: World, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Runtime, Any, list[Prompt]]]:
     with runtime_scope(Layout(world.tp, world.cp, world.pp)) as runtime:
-        yield runtime, Connections.of(runtime), [Prompt(f"p{i}", tuple(ids), {}) for i, ids in enumerate(prompts)]
+        yield (
+            runtime,
+            Connections.of(runtime),
+            [Prompt(f"p{i}", tuple(ids), {}) for i, ids in enumerate(prompts)],
+        )
 
 
 def updates(
@@ -170,7 +185,9 @@ def trials(
             if runtime.rank == rank:
                 at = 1 + int(place * found[0]["counts"][kind])
                 fault = Fault(kind, at, error)
-                print(f"rank {rank} fails with {error} at {kind} {at} of {found[0]['counts'][kind]}", flush=True)
+                print(
+                    f"rank {rank} fails with {error} at {kind} {at} of {found[0]['counts'][kind]}", flush=True
+                )
             found.append(updates(runtime, connections, config, given, fault))
     return found
 
@@ -201,7 +218,9 @@ class _InfiniteGradient(torch.autograd.Function):
         return dx * float("inf")
 
 
-def nonfinite(world: World, hf: str, settings: Sequence[str], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def nonfinite(
+    world: World, hf: str, settings: Sequence[str], prompts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
     """A branch whose loss, or gradient, is not finite in the first update, under both values of train.on_nonfinite."""
     plain, found = accumulate.token_loss, {}
     with opened(world, prompts) as (runtime, connections, given):
@@ -219,7 +238,9 @@ def nonfinite(world: World, hf: str, settings: Sequence[str], prompts: Sequence[
                             return loss
 
                         def call(logprob_S: torch.Tensor, *rest: torch.Tensor) -> Any:
-                            logprob_S = _InfiniteGradient.apply(logprob_S) if kind == "gradient" else logprob_S
+                            logprob_S = (
+                                _InfiniteGradient.apply(logprob_S) if kind == "gradient" else logprob_S
+                            )
                             total, metrics = loss(logprob_S, *rest)
                             return (total if kind == "gradient" else total * float("nan")), metrics
 
@@ -234,7 +255,9 @@ def nonfinite(world: World, hf: str, settings: Sequence[str], prompts: Sequence[
                         answer["message"] = str(error)
                     finally:
                         accumulate.token_loss = plain
-                    answer[f"unchanged_by_{mode}"] = digest(trainer.run) == before and trainer.run.version == 1
+                    answer[f"unchanged_by_{mode}"] = (
+                        digest(trainer.run) == before and trainer.run.version == 1
+                    )
                     if mode == "skip":
                         answer["skipped"].append(trainer.update(1)[0]["update/skipped"])
                         answer["version"] = trainer.run.version
@@ -245,7 +268,12 @@ def nonfinite(world: World, hf: str, settings: Sequence[str], prompts: Sequence[
 def stale(world: World, hf: str, settings: Sequence[str], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Four updates of one prompt whose prefix may be two steps old; what is refused; a failure in between."""
     found: dict[str, Any] = {"ages": [], "drifts": [], "drifts_max": [], "captures": []}
-    reuse = [*settings, "prefix.contract=response_only", "prefix.max_staleness=2", "train.groups_per_update=1"]
+    reuse = [
+        *settings,
+        "prefix.contract=response_only",
+        "prefix.max_staleness=2",
+        "train.groups_per_update=1",
+    ]
     config, leases, captures = config_of(world, hf, reuse), [], [0]
     lease, capture = StalePrefixCache.lease, PromptGroup.capture
 

@@ -25,7 +25,9 @@ from megatron_lrl.settings import Config
 PROMPTS = [Prompt("a@0", (3, 4), {"answer": "x"}), Prompt("b@1", (5,), {})]
 RECORDED = Recorded(
     (
-        Group("a@0", (3, 4), (Response((7, 8), 0.1 + 0.2, (-1e-17, -math.pi)), Response((9,), -0.0, (-5e-324,)))),
+        Group(
+            "a@0", (3, 4), (Response((7, 8), 0.1 + 0.2, (-1e-17, -math.pi)), Response((9,), -0.0, (-5e-324,)))
+        ),
         Group("b@1", (5,), (Response((2,), None, None, 1 / 3),)),
     ),
     entropy=2 / 3,

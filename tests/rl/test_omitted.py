@@ -48,7 +48,9 @@ def test_the_numbers_are_those_of_the_two_gradients(contract: str, session_dir: 
             assert torch.equal(gradient(opened), found[contract])
     ours, full = found[contract], found["exact"]
     assert metrics[OMITTED] == pytest.approx(float((full - ours).norm() / full.norm()), rel=1e-9)
-    assert metrics["omitted/cosine_all"] == pytest.approx(float(ours @ full / ours.norm() / full.norm()), rel=1e-9)
+    assert metrics["omitted/cosine_all"] == pytest.approx(
+        float(ours @ full / ours.norm() / full.norm()), rel=1e-9
+    )
     assert 0.01 < metrics[OMITTED] < 2
     assert metrics["omitted/relative_l2_embedding"] > 0 and "omitted/cosine_attention_out" in metrics
 

@@ -82,7 +82,11 @@ def _expected(
     if chunk:
         # The program rounds alpha's logit to the dtype of the source's weights when it converts.
         gates = {
-            name: torch.logit(torch.tensor(0.3, dtype=torch.float64)).float().double().expand(value.shape).clone()
+            name: torch.logit(torch.tensor(0.3, dtype=torch.float64))
+            .float()
+            .double()
+            .expand(value.shape)
+            .clone()
             for name, value in ours.items()
             if name.endswith("lastkv_gate")
         }
