@@ -53,7 +53,9 @@ def expected(hf: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "world", [ONE, World(cp=2), World(pp=2), World(tp=2, cp=2)], ids=lambda world: world.name
+    "world",
+    [ONE, World(cp=2), World(pp=2), pytest.param(World(tp=2, cp=2), marks=pytest.mark.slow)],
+    ids=lambda world: world.name,
 )
 def test_grad_of_a_lastkv_hybrid(world: World, hf: Path, expected: Any, tmp_path: Path, report: Any) -> None:
     """Float64 on one rank, float32 in the others."""

@@ -57,7 +57,7 @@ PLANNED = [
     Planned("qwen3_5", World(cp=2), settings=("prefix.snapshot_bytes=16000",)),
     Planned("qwen3_5", World(pp=2), settings=LASTKV),
     Planned("qwen3_5_moe-vl", World(cp=2, ep=2)),
-    Planned("qwen3_next", World(tp=2, cp=2), ("exact", "conventional")),
+    pytest.param(Planned("qwen3_next", World(tp=2, cp=2), ("exact", "conventional")), marks=pytest.mark.slow),
     Planned("qwen3_moe-sparse", World(pp=2), layers=8),
     Planned("glm4_moe", World(), ("response_only", "conventional")),
     pytest.param(Planned("glm4_moe-groups", World(tp=2, dp=2, ep=2), ("exact",)), marks=pytest.mark.slow),

@@ -27,6 +27,7 @@ C, LIVE = 16, 21
 RESPONSE, GROUP, CONCURRENT = 13, 4, 2
 WORLDS = [World(), World(cp=2), World(pp=2), World(cp=2, pp=2)]
 CAPTURE = {World(): (16, 7, 24), World(cp=2): (24,), World(pp=2): (7,), World(cp=2, pp=2): (16,)}
+QUICK = (("one", 7), ("cp2-pp2", 16))
 PROMPTS = (90, 81, 97, 40, 10)
 """Prefixes one token shorter: inside chunk 5; 5 chunks; 6 chunks; inside chunk 2; inside chunk 0."""
 
@@ -38,7 +39,11 @@ def hf(session_dir: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("world", "capture"),
-    [(world, capture) for world in WORLDS for capture in CAPTURE[world]],
+    [
+        pytest.param(world, capture, marks=() if (world.name, capture) in QUICK else pytest.mark.slow)
+        for world in WORLDS
+        for capture in CAPTURE[world]
+    ],
     ids=lambda x: x.name if isinstance(x, World) else f"Z{x}",
 )
 def test_planned_bytes_are_measured_bytes(world: World, capture: int, hf: Path, report: Any) -> None:
