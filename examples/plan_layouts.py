@@ -1,6 +1,6 @@
 """Bytes per rank of one config in several layouts, as a Markdown table, before anything is launched.
 
-    python examples/plan_layouts.py CONFIG.toml "8: tp=4 pp=2" "32: tp=4 cp=4 pp=2" [--budget 80 118] [key=value ...]
+    python examples/plan_layouts.py CONFIG.toml "8: tp=4 pp=2" "32: tp=4 cp=4 pp=2" [key=value ...] [--budget 80 118]
 
 A layout is the number of ranks and the sizes that differ from 1; dp follows. All numbers are GiB of the stage that
 needs most. ``--budget`` (GiB) adds the longest prompt that fits, other sizes as in the config. One process, no GPU.
@@ -60,11 +60,17 @@ def rows(options: argparse.Namespace, layout: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("config")
-    parser.add_argument("rest", nargs="+", metavar="LAYOUT|key=value")
-    parser.add_argument("--prompt", type=int, default=131072 - 4096)
-    parser.add_argument("--budget", type=int, nargs="*", default=[])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="TOML file of settings")
+    parser.add_argument(
+        "rest", nargs="+", metavar="LAYOUT|key=value", help="layouts to plan; settings to replace"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=131072 - 4096, help="prompt tokens (default %(default)s)"
+    )
+    parser.add_argument("--budget", type=int, nargs="*", default=[], help="memory of one rank, in GiB")
     options = parser.parse_args()
     layouts = [x for x in options.rest if ":" in x.partition("=")[0]]
     options.overrides = [x for x in options.rest if x not in layouts]

@@ -48,7 +48,8 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "distributed "
             "checkpoint, which `train` and the other verbs read as model.checkpoint.",
             "With --lastkv-chunk a model of full attention becomes a LastKV one: config.json gets the key "
-            "lastkv, each layer a gate per KV head. It is not the original function any more.",
+            "lastkv, each attention layer a gate per KV head (a hybrid's recurrent layers stay). It is not "
+            "the original function any more.",
             _TARGET,
         ),
         "import HF_DIR CKPT_DIR [--tp N] [--pp N]\n"

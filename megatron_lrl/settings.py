@@ -55,14 +55,24 @@ class ParallelTable(Table):
     """The layout. dp = world / (tp cp pp)."""
 
     tp: int = _key(
-        1, "tensor parallel size; must divide the attention heads, KV heads and the MLP width", ge=1
+        1, "tensor parallel size; must divide the attention heads, KV heads, MLP and expert widths", ge=1
     )
-    cp: int = _key(1, "context parallel size: resident state and new tokens are sharded over it", ge=1)
+    cp: int = _key(
+        1,
+        "context parallel size: resident state and new tokens are sharded over it; tp x cp must divide the heads of "
+        "Gated DeltaNet",
+        ge=1,
+    )
     pp: int = _key(1, "pipeline parallel size; must divide the layers", ge=1)
-    ep: int = _key(1, "expert parallel size; must divide the experts (1 for dense models)", ge=1)
+    ep: int = _key(
+        1,
+        "expert parallel size, taken from the cp ranks and then from dp, so it adds no ranks; must divide the experts "
+        "and world / (tp pp); 1 for dense models",
+        ge=1,
+    )
     sequence_parallel: bool = Field(
         default_factory=lambda data: data.get("tp", 1) > 1,
-        description="shard norms and residuals over tp; on by default whenever tp > 1",
+        description="shard norms and residuals over tp; on by default whenever tp > 1; experts need it there",
     )
 
     @model_validator(mode="after")
@@ -97,7 +107,7 @@ class PrefixTable(Table):
     keep_graph_bytes: int = _key(
         0,
         "bytes of saved tensors that the capture may keep, so that the newest chunks need no second forward in "
-        "the exact sweep; full attention and parallel.pp = 1; execution only, never changes results",
+        "the exact sweep; needs parallel.pp = 1, no effect under LastKV; execution only, never changes results",
         ge=0,
     )
     snapshot_bytes: int = _key(
@@ -118,7 +128,7 @@ class PrefixTable(Table):
 
 
 class ReplayTable(Table):
-    """Replaying responses against the resident prefix; execution only, never changes results."""
+    """Replaying responses against the resident prefix; all but use_recorded_routing never change results."""
 
     concurrent: int = _key(1, "K, responses replayed at once; a group with fewer replays all of them", ge=1)
     logits_chunk: int = _key(1024, "response tokens whose logits exist at once", ge=1)

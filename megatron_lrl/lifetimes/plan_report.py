@@ -175,12 +175,13 @@ def _text(config: Config, arch: Architecture, request: Request, stages: Sequence
     parallel, work, contract = config.parallel, request.work, config.prefix.contract
     dp = request.world // (parallel.tp * parallel.cp * parallel.pp)
     lines = [
-        f"{arch.family}, {arch.num_layers} layers, hidden {arch.hidden_size}, {config.model.dtype}, {arch.attention} "
-        f"attention; {request.world} ranks: tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, dp {dp}",
+        f"{arch.family}, {arch.num_layers} layers, hidden {arch.hidden_size}, {config.model.dtype}, attention "
+        f"{arch.attention}; {request.world} ranks: tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, dp {dp}"
+        + (f", ep {parallel.ep}" if arch.moe is not None else ""),
         f"prompt P = {work.prompt}, response R = {work.response}, group G = {work.group}, K = {work.at_once} at once, "
         f"chunk Z = {config.prefix.chunk_size}, contract {contract}",
         "",
-        "GiB per rank                  " + "".join(f"{'stage ' + str(s.ours.stage):>14}" for s in stages),
+        f"{'bytes per rank':<30}" + "".join(f"{'stage ' + str(s.ours.stage):>14}" for s in stages),
         *bytes_lines([s.ours for s in stages]),
     ]
     if request.budget is not None:
@@ -199,7 +200,7 @@ def _text(config: Config, arch: Architecture, request: Request, stages: Sequence
 
 
 def bytes_lines(columns: Sequence[RankBytes]) -> list[str]:
-    """A table of planned GiB by lifetime, one column per rank."""
+    """A table of planned bytes by lifetime, one column per rank."""
 
     def row(name: str, value: Callable[[RankBytes], int]) -> str:
         return _row(name, [value(column) for column in columns])
@@ -232,7 +233,7 @@ def plan_of_run(run: Run, longest_prompt: int) -> RankBytes:
 
 
 def against_measured(planned: RankBytes, ledger: Ledger) -> str:
-    """A table of planned and measured GiB by lifetime; the run's parts as they are now, the others at their peak."""
+    """A table of planned and measured bytes by lifetime; the run's parts as they are now, the others at their peak."""
     measured = {**ledger.parts, "run": ledger.run, **ledger.peak}
     rows = {
         "run": planned.run, "parameters": planned.parameters, "gradients": planned.gradients,
@@ -240,7 +241,7 @@ def against_measured(planned: RankBytes, ledger: Ledger) -> str:
         "window": planned.window, "group": planned.groups, "replay": planned.replay,
     }  # fmt: skip
     parts = set(ledger.parts)
-    lines = [f"GiB of rank 0{'':<17}{'planned':>14}{'measured':>14}"]
+    lines = [f"{'bytes of rank 0':<30}{'planned':>14}{'measured':>14}"]
     for name, value in rows.items():
         if value or measured.get(name):
             label = f"  {name}" if name in parts else name
@@ -249,7 +250,15 @@ def against_measured(planned: RankBytes, ledger: Ledger) -> str:
 
 
 def _row(name: str, values: Sequence[int]) -> str:
-    return f"  {name:<28}" + "".join(f"{value / GIB:>14.3f}" for value in values)
+    return f"  {name:<28}" + "".join(f"{_size(value):>14}" for value in values)
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in the unit that fits: "12.345 GiB", "96.0 MiB", "-1.5 KiB"."""
+    for unit, scale, digits in (("GiB", GIB, 3), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
+        if abs(nbytes) >= 0.1 * scale:
+            return f"{nbytes / scale:.{digits}f} {unit}"
+    return str(nbytes)
 
 
 def _break_even(
@@ -276,11 +285,11 @@ def _break_even(
             lines.append(
                 f"  {prompt:>8} {response:>7} {a:>22.4g} {b:>14.4g} {b / a:>7.2f} {start if start else 'never':>15}"
             )
-    lines += ["", "GiB of a window above the run, worst rank (recorded responses)",
+    lines += ["", "bytes of a window above the run, worst rank (recorded responses)",
               f"  {'P':>8} {contract:>14} {'conventional':>14} {'ratio':>7}"]  # fmt: skip
     for prompt in stages[0].prompts:
         ours, theirs = (max(s.prompts[prompt][i] for s in stages) for i in (0, 1))
-        lines.append(f"  {prompt:>8} {ours / GIB:>14.3f} {theirs / GIB:>14.3f} {theirs / ours:>7.2f}")
+        lines.append(f"  {prompt:>8} {_size(ours):>14} {_size(theirs):>14} {theirs / ours:>7.2f}")
     return lines
 
 

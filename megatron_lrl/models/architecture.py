@@ -158,8 +158,10 @@ class Architecture:
 
     @property
     def attention(self) -> str:
-        """Attention kind with the LastKV boundaries, for identities and logs: "full", "lastkv C=512 blend"."""
-        return "full" if self.lastkv is None else str(self.lastkv)
+        """For identities and logs: "full", "lastkv C=512 blend", "full, 3 of 4 layers Gated DeltaNet"."""
+        kind = "full" if self.lastkv is None else str(self.lastkv)
+        recurrent = self.mixers.count(GDN)
+        return f"{kind}, {recurrent} of {self.num_layers} layers Gated DeltaNet" if recurrent else kind
 
     def with_lastkv(self, lastkv: LastKVSpec | None) -> Architecture:
         """The same model with LastKV attention, or (None) without; `raw` says so too."""
