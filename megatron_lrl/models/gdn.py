@@ -87,18 +87,13 @@ class ResidentGatedDeltaNet(GatedDeltaNet):
         projected = self.in_proj(hidden_states)[0].squeeze(1)
         channels, heads = self.conv_dim_local_tp, self.num_v_heads_local_tp
         qkv_mc, z_m, ba_m = projected.split([channels, self.v_dim_local_tp, 2 * heads], dim=-1)
-        mixed_Mx = self._to_heads(torch.cat([qkv_mc, ba_m], dim=-1)) if self.cp_size > 1 else (qkv_mc, ba_m)
-        out_Mhv = self._mix(mixed_Mx, state, layout)
+        out_Mhv = self._mix(*self._to_heads(qkv_mc, ba_m), state, layout)
         out_mhv = self._to_tokens(out_Mhv.flatten(1)).view(z_m.shape[0], heads, self.value_head_dim)
         normed = self._norm(out_mhv, z_m.view_as(out_mhv)).flatten(1)
         return self.out_proj(normed.unsqueeze(1))
 
-    def _mix(self, mixed: Any, state: Any, layout: TokenLayout) -> Tensor:
+    def _mix(self, qkv_Mc: Tensor, ba_M: Tensor, state: Any, layout: TokenLayout) -> Tensor:
         """All new tokens of this rank's heads, branch by branch, from the layer's state on. Returns [M, h, v]."""
-        if isinstance(mixed, Tensor):
-            qkv_Mc, ba_M = mixed.split([sum(self._sections[:3]), 2 * self.value_heads], dim=-1)
-        else:
-            qkv_Mc, ba_M = mixed
         slots = qkv_Mc.shape[0]
         weight_c1w, a_log_h, dt_bias_h = self._own_heads()
         wide = a_log_h.dtype
@@ -146,13 +141,16 @@ class ResidentGatedDeltaNet(GatedDeltaNet):
         heads = slice(rank * self.value_heads, (rank + 1) * self.value_heads)
         return weight, self.A_log[heads], self.dt_bias[heads]
 
-    def _to_heads(self, x_mC: Tensor) -> Tensor:
-        """[m, q k v b a] of all heads -> [M, the same of this rank's heads]."""
+    def _to_heads(self, qkv_mc: Tensor, ba_m: Tensor) -> tuple[Tensor, Tensor]:
+        """q k v and b a of all heads and m slots -> those of this rank's heads and M slots."""
         cp = self.cp_size
-        parts = x_mC.split([n * cp for n in self._sections], dim=-1)
+        if cp == 1:
+            return qkv_mc, ba_m
+        parts = torch.cat([qkv_mc, ba_m], dim=-1).split([n * cp for n in self._sections], dim=-1)
         sent = torch.cat([part.unflatten(-1, (cp, -1)) for part in parts], dim=-1)  # [m, cp, x]
         received = all_to_all(self.pg_collection.cp, sent.transpose(0, 1).flatten(0, 1).contiguous())
-        return received
+        qkv_Mc, ba_M = received.split([sum(self._sections[:3]), 2 * self.value_heads], dim=-1)
+        return qkv_Mc, ba_M
 
     def _to_tokens(self, x_Mx: Tensor) -> Tensor:
         """[M, this rank's heads] -> [m, all heads]."""
