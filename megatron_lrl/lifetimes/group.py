@@ -81,6 +81,7 @@ class PromptGroup:
         self.state: SequenceState | None = None
         self._live = False  # the state has adjoints
         self._kept: KeptGraphs | None = None
+        self._spans: list[tuple[int, int]] | None = None  # asked for with every chunk
         self._quiet = quiet or not run.runtime.is_main
         self._nbytes = 0
 
@@ -217,11 +218,14 @@ class PromptGroup:
 
     def spans(self) -> list[tuple[int, int]]:
         """Captured chunks as [low, high): every multiple of the chunk size, the model's own cuts, the live limit."""
+        if self._spans is not None:
+            return self._spans
         count = len(self.prefix_ids)
         cuts = {*range(0, count, self.run.config.prefix.chunk_size), count} | self.run.new_state(1).cuts(
             count
         )
-        return list(pairwise(sorted(cuts | {min(self.live_from, count)})))
+        self._spans = list(pairwise(sorted(cuts | {min(self.live_from, count)})))
+        return self._spans
 
     def capture(self) -> None:
         """Feed the prefix, chunk by chunk, without a graph. Entering the group does it; call it once otherwise."""
