@@ -14,17 +14,19 @@ import sys
 
 from megatron_lrl.config import load_config
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.plan import RankBytes, Work, open_plan_of_stage, stages_that_differ
-from megatron_lrl.lifetimes.plan_report import GIB, largest
-from megatron_lrl.lifetimes.run import read_model_architecture
-from megatron_lrl.models.layout_check import check_layout
-from megatron_lrl.runtime import Layout, quiet_libraries
 
 COLUMNS = ("parameters", "gradients", "optimizer", "state", "adjoint", "groups", "replay", "total")
 
 
 def rows(options: argparse.Namespace, layout: str) -> str:
     """One line of the table."""
+    # Torch and Megatron-Core are imported only once the command line is known to make sense.
+    from megatron_lrl.lifetimes.plan import RankBytes, Work, open_plan_of_stage, stages_that_differ
+    from megatron_lrl.lifetimes.plan_report import GIB, largest
+    from megatron_lrl.lifetimes.run import read_model_architecture
+    from megatron_lrl.models.layout_check import check_layout
+    from megatron_lrl.runtime import Layout
+
     world, _, sizes = layout.partition(":")
     chosen = {"tp": 1, "cp": 1, "pp": 1, "ep": 1} | {
         k: int(v) for k, v in (x.split("=") for x in sizes.split())
@@ -74,6 +76,10 @@ def main() -> int:
     options = parser.parse_args()
     layouts = [x for x in options.rest if ":" in x.partition("=")[0]]
     options.overrides = [x for x in options.rest if x not in layouts]
+    if not layouts:
+        parser.error('no layout; valid: "RANKS: tp=N cp=N pp=N ep=N", sizes of 1 left out')
+    from megatron_lrl.runtime import quiet_libraries
+
     quiet_libraries()
     heads = ["ranks", "layout", *COLUMNS, *(f"longest P in {budget} GiB" for budget in options.budget)]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)

@@ -1,6 +1,7 @@
 """Next-token training: ``train.objective = "lm"``. The same window, step, checkpoints and tracking as GRPO.
 
-A packed sequence is one micro-batch; its documents are branches that start at position 0.
+A packed sequence is one micro-batch; its documents are branches that start at position 0. Held-out documents are
+packed alike and scored without a graph.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.documents import Documents
-from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, TokenLoss
+from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, Replay, TokenLoss
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.schedule import from_last_stage, phase
@@ -26,9 +27,12 @@ from megatron_lrl.rl.stopwatch import Stopwatch
 class LmTrainer:
     """Runs next-token updates; every rank of the world calls `update` with the same number."""
 
-    def __init__(self, run: Run, corpus: Corpus, retry: Retry | None = None) -> None:
-        """``retry``: attempts at a window after a failure; default one."""
+    def __init__(
+        self, run: Run, corpus: Corpus, retry: Retry | None = None, held_out: Corpus | None = None
+    ) -> None:
+        """``retry``: attempts at a window after a failure; default one. ``held_out``: documents to evaluate on."""
         self.run, self.corpus, self.retry = run, corpus, retry or Retry(run, 1)
+        self.held_out = held_out
 
     def close(self) -> None:
         """Nothing outlives a window."""
@@ -36,10 +40,13 @@ class LmTrainer:
     def update(self, number: int) -> tuple[dict[str, float], list[str]]:
         """One update. Returns its metrics (the loss before the step) and no samples; equal on every rank.
 
-        Raises `UserError` on all ranks if the loss or gradient is not finite and train.on_nonfinite is "stop".
+        "lm/held_out_loss" is that after the step, in the updates that evaluate; the first update also has
+        "lm/held_out_loss_start", that of the model as loaded. Raises `UserError` on all ranks if the loss or gradient
+        is not finite and train.on_nonfinite is "stop".
         """
         run, watch, what = self.run, Stopwatch(), f"update {number + 1}"
         result = fault = None
+        start = self._evaluate(watch) if number == 0 else {}
         with run.update_window() as window:
             loss_sum, tokens, finite = self.retry.until_reduced(
                 window, lambda: self._attempt(window, number, watch), what
@@ -51,7 +58,7 @@ class LmTrainer:
             else:
                 with watch.phase("step"):
                     result = window.step()
-        seconds = watch.total
+        seconds = watch.total - watch.seconds.get("held_out", 0.0)
         metrics = {
             "lm/loss": loss_sum,
             "lm/perplexity": math.exp(min(loss_sum, 50.0)),
@@ -65,7 +72,29 @@ class LmTrainer:
             "speed/updates_per_hour": 3600.0 / seconds,
             "seconds/update": seconds,
         }
-        return metrics | {f"seconds/{k}": v for k, v in watch.seconds.items()} | run.ledger.metrics(), []
+        metrics |= run.ledger.metrics() | {f"{name}_start": loss for name, loss in start.items()}
+        done, every = number + 1, run.config.lm.eval_every
+        if done == run.config.train.updates or (every and done % every == 0):
+            metrics |= self._evaluate(watch)
+        return metrics | {f"seconds/{k}": v for k, v in watch.seconds.items()}, []
+
+    def _evaluate(self, watch: Stopwatch) -> dict[str, float]:
+        """Mean loss of the held-out documents (nats per token), equal on every rank; nothing if there are none."""
+        if self.held_out is None:
+            return {}
+        run, length = self.run, self.run.config.lm.sequence_length
+        runtime = run.runtime
+        sum_2 = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # losses, tokens
+        with watch.phase("held_out"), phase(run):
+            for i in range(runtime.dp_rank, self.held_out.sequences(length), runtime.dp):
+                parts = self.held_out.sequence(i, length)
+                batch = [Branch(BranchKey(f"held_out{i}", j), tuple(part)) for j, part in enumerate(parts)]
+                for logprob_R, _ in Replay(Documents(run)).score([batch])[0] if batch else []:
+                    sum_2[0] -= logprob_R.double().sum().item()
+                    sum_2[1] += len(logprob_R)
+        # Every rank of a replica holds the replica's sums.
+        dist.all_reduce(sum_2, group=runtime.groups.dp)
+        return {"lm/held_out_loss": float(sum_2[0] / sum_2[1])}
 
     def _attempt(self, window: UpdateWindow, number: int, watch: Stopwatch) -> tuple[float, int, bool]:
         """Accumulate and reduce the update's sequences; ends in a collective over the world.

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,10 +38,13 @@ class Corpus:
     def tokens(self) -> int:
         return int(self._lengths.sum())
 
+    def sequences(self, length: int) -> int:
+        """Packed sequences of one epoch; what is left of the stream behind the last one is not used."""
+        return max(1, self.tokens // length)
+
     def sequence(self, number: int, length: int) -> list[list[int]]:
         """The parts of documents in packed sequence ``number``; parts of one token are dropped."""
-        per_epoch = max(1, self.tokens // length)
-        epoch, place = divmod(number, per_epoch)
+        epoch, place = divmod(number, self.sequences(length))
         order, ends = self._stream(epoch)
         start, stop = place * length, min((place + 1) * length, self.tokens)
         parts = []
@@ -66,41 +69,48 @@ class Corpus:
 
 
 def load_corpus(
-    settings: LmTable, tokenizer: Any, vocab_size: int, max_positions: int, seed: int, shuffle: bool
+    settings: LmTable,
+    tokenizer: Any,
+    vocab_size: int,
+    max_positions: int,
+    seed: int,
+    shuffle: bool,
+    key: Literal["data", "held_out"] = "data",
 ) -> Corpus:
-    """Read ``lm.data``. Raises `UserError` naming the file (and line) and what would be valid."""
-    assert settings.data is not None
+    """Read the documents of ``lm.data`` or ``lm.held_out``.
+
+    Raises `UserError` naming the file (and line) and what would be valid.
+    """
     if settings.sequence_length > max_positions:
         raise UserError(
             f"lm.sequence_length = {settings.sequence_length} exceeds the model's {max_positions} positions"
         )
-    path = Path(settings.data)
+    path = Path(getattr(settings, key))
+    what = f"lm.{key} = {path}"
     if path.with_name(path.name + ".idx").is_file():
-        documents: Any = _indexed(path, vocab_size)
+        documents: Any = _indexed(path, vocab_size, what)
     elif not path.is_file():
         raise UserError(
-            f"lm.data = {path}: no such file, and no {path}.idx; valid: a .txt or .jsonl file, or the prefix of a "
+            f"{what}: no such file, and no {path}.idx; valid: a .txt or .jsonl file, or the prefix of a "
             "Megatron indexed dataset"
         )
     elif path.suffix == ".txt":
-        documents = [_encode(_read(path), tokenizer, f"{path}")]
+        documents = [_encode(_read(path, what), tokenizer, f"{path}")]
     elif path.suffix == ".jsonl":
-        documents = list(_jsonl(path, settings.text_key, tokenizer, vocab_size))
+        documents = list(_jsonl(path, what, settings.text_key, tokenizer, vocab_size))
     else:
-        raise UserError(
-            f"lm.data = {path}: unknown kind of file; valid: .txt, .jsonl, a prefix of .bin and .idx"
-        )
+        raise UserError(f"{what}: unknown kind of file; valid: .txt, .jsonl, a prefix of .bin and .idx")
     kept = [document for document in documents if len(document) > 1]
     if not kept:
-        raise UserError(f"lm.data = {path} holds no document of at least two tokens")
+        raise UserError(f"{what} holds no document of at least two tokens")
     return Corpus(kept, seed, shuffle)
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"lm.data = {path}: cannot be read as UTF-8 text: {error}") from error
+        raise UserError(f"{what}: cannot be read as UTF-8 text: {error}") from error
 
 
 def _encode(text: str, tokenizer: Any, where: str) -> list[int]:
@@ -113,8 +123,8 @@ def _encode(text: str, tokenizer: Any, where: str) -> list[int]:
     return [*ids, end] if end is not None else ids
 
 
-def _jsonl(path: Path, key: str, tokenizer: Any, vocab_size: int) -> Iterator[list[int]]:
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+def _jsonl(path: Path, what: str, key: str, tokenizer: Any, vocab_size: int) -> Iterator[list[int]]:
+    for number, line in enumerate(_read(path, what).splitlines(), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -133,12 +143,12 @@ def _jsonl(path: Path, key: str, tokenizer: Any, vocab_size: int) -> Iterator[li
             raise UserError(f'{where}: expected an object with "{key}" (text) or "ids" (token ids)')
 
 
-def _indexed(prefix: Path, vocab_size: int) -> list[np.ndarray]:
+def _indexed(prefix: Path, vocab_size: int, what: str) -> list[np.ndarray]:
     """Documents of a Megatron indexed dataset, memory-mapped."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if not prefix.with_name(prefix.name + ".bin").is_file():
-        raise UserError(f"lm.data = {prefix}: {prefix}.idx is there, {prefix}.bin is not")
+        raise UserError(f"{what}: {prefix}.idx is there, {prefix}.bin is not")
     try:
         dataset = IndexedDataset(str(prefix))
         bounds = dataset.document_indices
@@ -148,11 +158,11 @@ def _indexed(prefix: Path, vocab_size: int) -> list[np.ndarray]:
             if high > low
         ]
     except Exception as error:  # Megatron-Core asserts on a damaged header
-        raise UserError(f"lm.data = {prefix}: not a Megatron indexed dataset: {error}") from error
+        raise UserError(f"{what}: not a Megatron indexed dataset: {error}") from error
     for number, document in enumerate(documents):
         if len(document) and not 0 <= int(document.min()) <= int(document.max()) < vocab_size:
             raise UserError(
-                f"lm.data = {prefix}: document {number} has a token id outside the vocabulary; "
+                f"{what}: document {number} has a token id outside the vocabulary; "
                 f"valid: 0 to {vocab_size - 1}"
             )
     return documents

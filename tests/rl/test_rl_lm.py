@@ -2,7 +2,8 @@
 
 Why the tests show it: the gradient of one update is compared with a plain float64 transformer that runs every packed
 part by itself; with LastKV with the chunk-parallel reference, part by part, so a clock or a key that leaked from one
-document into the next would show. Packing is checked on streams whose tokens name their place.
+document into the next would show. Packing is checked on streams whose tokens name their place. The held-out loss is the
+same oracle's before the first step, and after it the training loss of the same documents one update later.
 Not shown: that uptraining helps a real model.
 """
 
@@ -15,19 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import ONE, World
+from harness.verbs import run_verb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifetimes.tiny import tiny_run
 from oracle.compare import compare_tensors
-from oracle.lastkv_reference import ChunkParallel
+from oracle.lastkv_reference import ChunkParallel, gate_name
 from oracle.plain_fp64 import PlainModel
+from oracle.tiny_models import write_case
 
 from megatron_lrl.checkpoint.hf_export import gather_hf_tensors, parameter_gradient
+from megatron_lrl.config import check_train, load_config
 from megatron_lrl.errors import UserError
 from megatron_lrl.rl.lm import LmTrainer
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.settings import LmTable
+from megatron_lrl.tracking import read_metrics
 
 DOCUMENTS = [[(7 * j + i) % 131 for j in range(n)] for i, n in enumerate((37, 51, 40, 2, 19))]
 
@@ -67,32 +73,27 @@ def test_gradient_is_that_of_each_document_alone(
         folder = Path(run.config.model.hf or "")
         parts = [part for number in range(2) for part in corpus.sequence(number, 64)]
     assert finite and tokens == sum(len(part) - 1 for part in parts)
-    expected_loss, expected = _expected(folder, parts, tokens, chunk, ours)
+    expected_loss, expected = _expected(folder, parts, tokens, chunk)
     comparison = compare_tensors(ours, expected)
     report(f"lm gradient, {'lastkv' if chunk else 'full'}, {contract}", str(comparison))
     assert abs(loss - expected_loss) < 1e-10
     comparison.require(1e-10, 1e-9)
 
 
+def _oracle(folder: Path, chunk: int | None) -> PlainModel:
+    """The plain float64 model; with LastKV and alpha = 0.3 everywhere, chunk by chunk."""
+    if not chunk:
+        return PlainModel(folder)
+    # The program rounds alpha's logit to the dtype of the source's weights when it converts.
+    gate_K = torch.logit(torch.tensor([0.3] * 2, dtype=torch.float64)).float().double()
+    return ChunkParallel(folder, {gate_name(layer): gate_K.clone() for layer in range(4)}, chunk)
+
+
 def _expected(
-    folder: Path, parts: list[list[int]], tokens: int, chunk: int | None, ours: dict[str, torch.Tensor]
+    folder: Path, parts: list[list[int]], tokens: int, chunk: int | None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Mean cross entropy and its gradient, every part by itself, in float64."""
-    model: PlainModel
-    if chunk:
-        # The program rounds alpha's logit to the dtype of the source's weights when it converts.
-        gates = {
-            name: torch.logit(torch.tensor(0.3, dtype=torch.float64))
-            .float()
-            .double()
-            .expand(value.shape)
-            .clone()
-            for name, value in ours.items()
-            if name.endswith("lastkv_gate")
-        }
-        model = ChunkParallel(folder, gates, chunk)
-    else:
-        model = PlainModel(folder)
+    model = _oracle(folder, chunk)
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:
         total = total - model.logprobs(part[:1], part[1:]).sum() / tokens
@@ -138,3 +139,57 @@ def test_megatron_indexed_datasets_are_read(tmp_path: Path) -> None:
     lines.write_text("".join(json.dumps({"ids": document}) + "\n" for document in DOCUMENTS))
     same = load_corpus(LmTable(data=str(lines), sequence_length=64), None, 131, 1024, 0, False)
     assert same.sequence(1, 64) == plain.sequence(1, 64)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "world"),
+    [(None, ONE), (8, World(dp=2)), (8, World(cp=2)), (8, World(pp=2))],
+    ids=lambda value: value.name if isinstance(value, World) else f"C{value}",
+)
+def test_held_out_loss_is_that_of_the_model_after_each_step(
+    chunk: int | None, world: World, tmp_path: Path, report: Any
+) -> None:
+    """The run trains on the documents that another file holds out, all in every update: the loss before a step
+    is the held-out loss after the step before, and the first is the oracle's."""
+    lines = "".join(json.dumps({"ids": document}) + "\n" for document in DOCUMENTS)
+    for name in ("data", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    model, config = write_case(tmp_path, "qwen3"), tmp_path / "lm.toml"
+    config.write_text(
+        f'[model]\nhf = "{model}"\n[optimizer]\nlr = 1e-2\n[data]\nshuffle = false\n[prefix]\ncontract = "exact"\n'
+        f'[train]\nobjective = "lm"\nupdates = 4\nsave_every = 0\noutput = "{tmp_path / "run"}"\n'
+        f'[lm]\ndata = "{tmp_path / "data.jsonl"}"\nheld_out = "{tmp_path / "held_out.jsonl"}"\n'
+        "sequence_length = 49\nsequences_per_update = 3\neval_every = 2\n"  # 149 tokens: three sequences, two left
+    )
+    lastkv = ["model.attention=lastkv", f"lastkv.chunk_size={chunk}", "lastkv.gate_init=0.3"] if chunk else []
+    outcome = run_verb(world, ["train", config, *lastkv, *world.overrides]).require_success()
+    records = read_metrics(tmp_path / "run")
+    losses = [record["lm/loss"] for record in records]
+    assert [sorted(n for n in record if "held_out_loss" in n) for record in records] == [
+        ["lm/held_out_loss_start"], ["lm/held_out_loss"], [], ["lm/held_out_loss"],
+    ]  # fmt: skip
+    corpus = Corpus(DOCUMENTS, 0, False)
+    parts = [part for number in range(3) for part in corpus.sequence(number, 49)]
+    expected, _ = _expected(model, parts, sum(len(part) - 1 for part in parts), chunk)
+    report(
+        f"held-out loss against the oracle, {world.name}",
+        abs(records[0]["lm/held_out_loss_start"] - expected),
+    )
+    assert abs(records[0]["lm/held_out_loss_start"] - expected) < 1e-5
+    assert abs(losses[0] - expected) < 1e-5
+    assert abs(records[1]["lm/held_out_loss"] - losses[2]) < 1e-5
+    assert records[3]["lm/held_out_loss"] < losses[3] - 0.01  # after the last step, not before it
+    assert "held-out at first" in outcome.err[0] and all(
+        r["seconds/held_out"] > 0 for r in (records[0], records[3])
+    )
+
+
+def test_held_out_documents_are_named_and_not_those_of_training(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"lm\.held_out = .*none\.jsonl: no such file"):
+        load_corpus(LmTable(held_out=str(tmp_path / "none.jsonl")), None, 131, 4096, 0, False, "held_out")
+    config = tmp_path / "lm.toml"
+    config.write_text(
+        '[model]\nhf = "m"\n[train]\nobjective = "lm"\noutput = "r"\n[lm]\ndata = "d.txt"\nheld_out = "d.txt"\n'
+    )
+    with pytest.raises(UserError, match=r"lm\.held_out = d\.txt is lm\.data itself"):
+        check_train(load_config(config))
