@@ -22,6 +22,10 @@ bash ci/setup.sh
 started=$SECONDS
 python=.venv/bin/python cache=.cache/quickstart config=examples/quickstart/config.toml ranks=2
 cores=$("$python" -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
+# Two ranks cannot share a GPU: where there is only one, one rank does it all.
+if [[ $("$python" -c 'import torch; print(torch.cuda.device_count())') == 1 ]]; then
+  ranks=1 overrides=(parallel.cp=1 ${overrides[@]+"${overrides[@]}"})
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 # bf16 is the faster choice where the processor computes in it, and several times slower where it does not.
 if [[ -r /proc/cpuinfo ]] && ! grep -qE 'amx_bf16|avx512_bf16|\bbf16\b' /proc/cpuinfo \

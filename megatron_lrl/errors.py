@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class UserError(Exception):
     """A mistake in a setting, a file or a layout.
@@ -13,3 +17,12 @@ class UserError(Exception):
 
 class RankFailure(UserError):
     """Another rank failed in a way that is nobody's mistake; the message names it. Another attempt may succeed."""
+
+
+@contextmanager
+def writing(place: str | Path) -> Iterator[None]:
+    """What the file system refuses in the block, a full disk for instance, as a `UserError` that names ``place``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written: {error.strerror or error}") from error

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
+import sys
 import time
 import uuid
 import warnings
@@ -158,6 +160,26 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
+_LOST = re.compile(
+    r"gloo.*(closed by peer|reset by peer|broken pipe|socket closed|timed? ?out)"
+    r"|ncclRemoteError|remote process exited|nccl communicator was aborted|remote server shutdown",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def lost_connection(error: BaseException) -> str | None:
+    """What to tell the user where an error means that another rank is gone; None for any other error.
+
+    A connection's end does not say whose it was: ranks are numbered among the living only where there are two.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not _LOST.search(text):
+        return None
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    who = f"rank {1 - rank}" if size == 2 else "another rank"
+    return f"rank {rank} lost its connection to {who}, which was killed, failed or does not answer"
+
+
 def quiet_libraries() -> None:
     """Keep other libraries' start-up warnings out of the user's terminal."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -168,6 +190,9 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     for name in ("megatron", "torch.distributed", "torch.utils.cpp_extension", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # What it logs as an error it raises too.
+    writer = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    logging.getLogger(writer).setLevel(logging.CRITICAL)
 
 
 def init_distributed() -> World:
@@ -181,7 +206,9 @@ def init_distributed() -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
+        _check_devices(local_rank)
         torch.cuda.set_device(device)
+        full_float32()
     elif world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         per_rank = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
         torch.set_num_threads(per_rank)
@@ -201,6 +228,21 @@ def init_distributed() -> World:
         else:
             raise UserError("WORLD_SIZE is set but MASTER_ADDR is not: launch with torchrun")
     return World(device, rank, world_size)
+
+
+def _check_devices(local_rank: int) -> None:
+    """Raise `UserError` if ranks of torchrun, which all see the same devices, would share one: NCCL cannot."""
+    devices, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if "TORCHELASTIC_RUN_ID" in os.environ and local_rank >= devices:
+        raise UserError(
+            f"{ranks} ranks on a machine that shows {devices} CUDA device{'s' * (devices > 1)}: each rank needs its "
+            f"own; launch {devices}, or hide the devices (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
+
+
+def full_float32() -> None:
+    """float32 on CUDA means float32: by default cuDNN's convolutions (Gated DeltaNet has one) use TensorFloat-32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def _fresh_store(rank: int, world_size: int) -> dist.Store:
@@ -302,8 +344,18 @@ def shutdown_runtime() -> None:
 
 @contextmanager
 def runtime_scope(layout: Layout, seed: int = 0) -> Iterator[Runtime]:
-    """`init_runtime`, and `shutdown_runtime` at the end of the block, whatever happened inside."""
+    """`init_runtime`, and `shutdown_runtime` at the end of the block, whatever happened inside.
+
+    Where another rank is gone, one line says so and the process exits with status 1.
+    """
     try:
         yield init_runtime(layout, seed)
+    except RuntimeError as error:
+        told = lost_connection(error)
+        if told is None:
+            raise
+        # Each survivor for itself: the rank that usually prints may be the one that is gone.
+        print(f"error: {told}; start the same command again", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     finally:
         shutdown_runtime()

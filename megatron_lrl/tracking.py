@@ -14,11 +14,13 @@ import json
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_lrl.errors import UserError
+from megatron_lrl.errors import UserError, writing
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -31,6 +33,8 @@ _SUMMARY = (
     ("response/length", "length", ".1f"),
     ("loss/policy", "loss", "+.4f"),
     ("lm/loss", "loss", ".4f"),
+    ("lm/held_out_loss_start", "held-out at first", ".4f"),
+    ("lm/held_out_loss", "held-out", ".4f"),
     ("mismatch/kl", "kl", ".1e"),
     ("optimizer/grad_norm", "grad", ".2f"),
     ("optimizer/lr", "lr", ".1e"),
@@ -71,12 +75,15 @@ class Tracker:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             _truncate(path, first_update)
             self._metrics = path.open("a", encoding="utf-8")
+            _quiet_worker()
+            # purge_step makes TensorBoard drop what an earlier process logged for the same updates.
+            self._writer: Any = SummaryWriter(
+                str(self.tensorboard_dir), purge_step=first_update, max_queue=1000
+            )
         except OSError as error:
             raise UserError(
                 f"train.output = {self.output_dir}: cannot write {error.filename or path}: {error.strerror}"
             ) from error
-        # purge_step makes TensorBoard drop what an earlier process logged for the same updates.
-        self._writer: Any = SummaryWriter(str(self.tensorboard_dir), purge_step=first_update, max_queue=1000)
         self._layout: tuple[str, ...] = ()
         self._stream = stream if stream is not None else sys.stderr
         self._bar: Any = None
@@ -94,7 +101,7 @@ class Tracker:
         """Record one update: `metrics` maps "group/what" to a number, `samples` are texts to read.
 
         A number that is not finite is kept out of the charts and written as null, which JSON can hold. Raises
-        ValueError for an update that was already logged.
+        ValueError for an update that was already logged, UserError if it cannot be written.
         """
         if update < self._next:
             raise ValueError(f"update {update} was already logged; the next one is {self._next}")
@@ -106,16 +113,11 @@ class Tracker:
         record: dict[str, Any] = {"update": update, **finite}
         if samples:
             record["samples"] = list(samples)
-        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
-        self._metrics.flush()
-        self._chart_bytes(name for name in finite if name.startswith(BYTES))
-        for name, value in finite.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, update)
-        for index, text in enumerate(samples):
-            # Indented, so that TensorBoard's Markdown shows the text as it is.
-            self._writer.add_text(f"samples/{index}", "    " + text.replace("\n", "\n    "), update)
-        self._writer.flush()
+        with writing(self.output_dir / METRICS_FILE):
+            self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self._metrics.flush()
+        with writing(self.tensorboard_dir):
+            self._chart(update, finite, samples)
         self._print(update, numbers)
 
     def note(self, text: str) -> None:
@@ -131,8 +133,9 @@ class Tracker:
         if not self.enabled:
             return
         self.enabled = False
-        self._metrics.close()
-        self._writer.close()
+        for part in (self._metrics, self._writer):
+            with suppress(OSError):  # what could not be written was reported when it was
+                part.close()
         if self._bar is not None:
             self._bar.close()
 
@@ -141,6 +144,17 @@ class Tracker:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _chart(self, update: int, finite: Mapping[str, float | None], samples: Sequence[str]) -> None:
+        """Give an update to TensorBoard."""
+        self._chart_bytes(name for name in finite if name.startswith(BYTES))
+        for name, value in finite.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, update)
+        for index, text in enumerate(samples):
+            # Indented, so that TensorBoard's Markdown shows the text as it is.
+            self._writer.add_text(f"samples/{index}", "    " + text.replace("\n", "\n    "), update)
+        self._writer.flush()
 
     def _chart_bytes(self, names: Iterable[str]) -> None:
         """Tell TensorBoard, whenever a name is new, to draw the bytes of all lifetimes in one chart."""
@@ -183,6 +197,18 @@ def _read(path: Path) -> list[dict[str, Any]]:
             raise UserError(f'{path}:{number}: not an object with an integer "update"')
         records.append(record)
     return records
+
+
+def _quiet_worker() -> None:
+    """TensorBoard's writing thread hands its failure to the next call; without this it prints a traceback too."""
+    report = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if type(failed.thread).__name__ != "_AsyncWriterThread":
+            report(failed)
+
+    if getattr(report, "__name__", "") != "hook":
+        threading.excepthook = hook
 
 
 def _truncate(path: Path, first_update: int) -> None:

@@ -10,14 +10,16 @@ Outputs keep the input dtype, the log-sum-exp is float32 (float64 for float64).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from megatron_lrl.attention import reference
+from megatron_lrl.attention import tiled
 
 _TILE_BYTES = {"cpu": 1 << 20}
-"""Scores of one tile in `constant_backward` by device: on a CPU they stay in the cache of one core (measured best
-between 256 KiB and 8 MiB, at 36 to 3,072 query rows and head dims 16 to 128)."""
+"""Scores of one tile by device: on a CPU they stay in the cache of one core (measured best between 256 KiB and 8 MiB,
+at 36 to 3,072 query rows and head dims 16 to 128)."""
 _TILE_BYTES_ELSEWHERE = 64 << 20
 
 
@@ -27,7 +29,30 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _flash_cuda(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    """Whether the fused CUDA kernel takes these inputs; what it refuses is computed by tiles.
+
+    ``scaled_dot_product_attention`` pads head dims to a multiple of 8; the operator below it, which gives the
+    log-sum-exp, refuses others. Compute capability 8.0 (Ampere) is the oldest that it runs on.
+    """
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= 256
+        and q.shape[-1] % 8 == 0
+        and _ampere(q.get_device())
+    )
+
+
+@cache
+def _ampere(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _tile(q: Tensor) -> int:
+    """Keys of one tile of scores."""
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    tile_bytes = _TILE_BYTES.get(q.device.type, _TILE_BYTES_ELSEWHERE)
+    return max(64, tile_bytes // max(1, rows * accumulate_dtype(q.dtype).itemsize))
 
 
 def attend(
@@ -47,7 +72,7 @@ def attend(
             q_nqsd, k_nqtd, v_nqtd, 0.0, causal, False, scale=scale
         )
         return o, lse
-    return reference.attend(q_nqsd, k_nqtd, v_nqtd, causal, scale)
+    return tiled.attend(q_nqsd, k_nqtd, v_nqtd, causal, scale, _tile(q_nqsd))
 
 
 def attend_backward(
@@ -71,7 +96,9 @@ def attend_backward(
             do_nqsd, q_nqsd, k_nqtd, v_nqtd, o_nqsd, lse_nqs.contiguous(), None, None,
             q_nqsd.shape[2], k_nqtd.shape[2], 0.0, causal, seed, seed, scale=scale,
         )  # fmt: skip
-    return reference.attend_backward(do_nqsd, q_nqsd, k_nqtd, v_nqtd, o_nqsd, lse_nqs, causal, scale)
+    return tiled.attend_backward(
+        do_nqsd, q_nqsd, k_nqtd, v_nqtd, o_nqsd, lse_nqs, causal, scale, _tile(q_nqsd)
+    )
 
 
 def constant_backward(
@@ -95,8 +122,7 @@ def constant_backward(
     q, do = q.to(wide), do.to(wide)
     minus_lse = lse_nqs.flatten(0, 1).unsqueeze(-1).neg()
     minus_delta = (do * o_nqsd.flatten(0, 1)).sum(-1, keepdim=True).neg_()
-    tile_bytes = _TILE_BYTES.get(q.device.type, _TILE_BYTES_ELSEWHERE)
-    tile = max(64, tile_bytes // max(1, q.shape[0] * q.shape[1] * q.element_size()))
+    tile = _tile(q_nqsd)
     dq = torch.zeros_like(q)
     for start in range(0, k.shape[1], tile):
         k_tile, v_tile = (x[:, start : start + tile].to(wide) for x in (k, v))

@@ -96,12 +96,15 @@ class TokenLayout:
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """[m] int64: absolute position of each local slot; padding continues the last branch."""
-        flat = torch.arange(self.local_start, self.local_start + self.local_slots, device=device)
-        offsets = torch.tensor(self.offsets[:-1], device=device)
-        starts = torch.tensor(self.starts, device=device)
-        branch = torch.searchsorted(offsets, flat, right=True) - 1
-        # Branches of length 0 share an offset: searchsorted finds the last of them, which owns nothing before it.
-        return starts[branch] + flat - offsets[branch]
+        low, high = self.local_start, self.local_start + self.local_slots
+        positions: list[int] = []
+        for start, offset, length in zip(self.starts, self.offsets, self.lengths, strict=False):
+            first = start - offset  # position of slot 0, as this branch counts
+            positions += range(first + max(low, offset), first + min(high, offset + length))
+        first = self.starts[-1] - self.offsets[-2]
+        positions += range(first + max(low, self.tokens), first + high)
+        # The host knows them: one copy, that waits for nothing.
+        return torch.tensor(positions).to(device, non_blocking=True)
 
     def slice_local(self, flat: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """[N, ...] -> [m, ...]: this rank's slice of a flat per-token tensor, padded with ``fill``."""

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_lrl.errors import UserError
+from megatron_lrl.errors import UserError, writing
 from megatron_lrl.runtime import Runtime
 
 COMPLETION_FILE = "complete.json"
@@ -58,7 +58,8 @@ def write_completion(directory: Path, runtime: Runtime) -> None:
         if runtime.is_main:
             files = {name: record for part in parts for name, record in part.items()}
             content = {"format_version": FORMAT_VERSION, "files": dict(sorted(files.items()))}
-            write_json(directory / COMPLETION_FILE, content)
+            with writing(directory / COMPLETION_FILE):
+                write_json(directory / COMPLETION_FILE, content)
 
     mine = runtime.together(lambda: {name: _record(directory / name) for name in _share(names, runtime)})
     parts = runtime.gather_objects(mine)

@@ -30,7 +30,7 @@ from megatron_lrl.checkpoint.table import (
     holds_packed_experts,
     stored_shapes,
 )
-from megatron_lrl.errors import UserError
+from megatron_lrl.errors import UserError, writing
 from megatron_lrl.models.build import check_layout
 from megatron_lrl.models.hf_config import Architecture, describe_rope
 from megatron_lrl.runtime import DTYPES, Runtime
@@ -173,9 +173,9 @@ def _write(
                 given: Iterator[Any] = tensors
                 if arch.tied and any(record.name == HF_HEAD for record in layout.tensors):
                     given = _with_tied_head(given, embedding_name(arch))
-                with stored_tensors(carried_from, layout, arch) as carried:
+                with writing(partial), stored_tensors(carried_from, layout, arch) as carried:
                     write_directory(partial, layout, chain(carried, given))
-                publish.carry_files(carried_from, partial)
+                    publish.carry_files(carried_from, partial)
         finally:
             for _ in tensors:  # every rank takes part to the end, whatever happened to the files
                 pass

@@ -27,7 +27,7 @@ from megatron_lrl.checkpoint.sources import Sources
 from megatron_lrl.checkpoint.streaming import build_meta_model, save_streamed
 from megatron_lrl.checkpoint.table import EMBEDDING, Entry, holds_packed_experts, is_gate
 from megatron_lrl.checkpoint.weights import load_weights
-from megatron_lrl.errors import UserError
+from megatron_lrl.errors import UserError, writing
 from megatron_lrl.models.build import check_layout
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
 from megatron_lrl.runtime import DTYPES as RUN_DTYPES
@@ -126,7 +126,13 @@ def import_checkpoint(
         new_gates = None if lastkv is None else DEFAULT_GATE_INIT if gate_init is None else gate_init
         partial = publish.incomplete_path(ckpt_dir)
         _stream(arch, stored, manifest, hf_dir, partial, runtime, new_gates)
-        runtime.together(lambda: write_manifest(partial, manifest, hf_dir, arch) if runtime.is_main else None)
+
+        def describe() -> None:
+            if runtime.is_main:
+                with writing(partial):
+                    write_manifest(partial, manifest, hf_dir, arch)
+
+        runtime.together(describe)
         runtime.together(lambda: publish.publish(ckpt_dir) if runtime.is_main else None)
     finally:
         if runtime.is_main:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.checkpoint.binding import unwrap
-from megatron_lrl.checkpoint.weights import weights_state_dict
+from megatron_lrl.checkpoint.weights import require_finite, weights_state_dict
 from megatron_lrl.runtime import Runtime
 
 platform_cpu.install()
@@ -100,7 +100,7 @@ def load_optimizer_state(model: Any, optimizer: Any, directory: Path, step: int)
     """Fill a primed or stepped optimizer from a checkpoint of any layout; collective.
 
     Kinds are read one after the other into host memory, each rank reading only parameters it owns a shard of.
-    Raises what `dist_checkpointing.load` raises.
+    Raises what `dist_checkpointing.load` raises, and `UserError` naming a tensor that is not finite.
     """
     prime(optimizer)
     shards = dict(_named_shards(optimizer))
@@ -116,7 +116,9 @@ def load_optimizer_state(model: Any, optimizer: Any, directory: Path, step: int)
         ).get("optimizer", {})
         for name, (parameter, _) in wanted.items():
             shard = shards[parameter]
-            shard.tensor(kind).copy_(loaded[name].view(-1)[shard.start : shard.end])
+            mine = loaded[name].view(-1)[shard.start : shard.end]
+            require_finite(mine, f"optimizer.{kind}.{name}", directory)
+            shard.tensor(kind).copy_(mine)
     for shard in shards.values():
         if "step" in shard.state:
             shard.state["step"].fill_(float(step))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_lrl.errors import UserError
+from megatron_lrl.errors import UserError, writing
 
 # What belongs to a model beside its weights: settings, tokenizer, chat template, generation defaults,
 # licence, notes. Code and weights in other formats (pickles among them) stay behind.
@@ -44,9 +44,10 @@ def prepare(target: str | Path) -> Path:
 
 
 def publish(target: str | Path) -> None:
-    """Rename the finished working directory to `target`."""
+    """Rename the finished working directory to `target`. Raises UserError when that cannot be done."""
     target = Path(target)
-    os.replace(incomplete_path(target), target)
+    with writing(target):
+        os.replace(incomplete_path(target), target)
 
 
 def discard(target: str | Path) -> None:

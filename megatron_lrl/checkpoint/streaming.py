@@ -94,14 +94,15 @@ def save_streamed(model: torch.nn.Module, directory: Path, runtime: Runtime, val
             sharded_strategy=_Strategy(_Views(model, values)),
         )
     except UNREADABLE as error:
-        raise UserError(_first_message(error)) from error
+        raise UserError(_first_message(error, directory)) from error
 
 
-def _first_message(error: BaseException) -> str:
+def _first_message(error: BaseException, directory: Path) -> str:
     failures = getattr(error, "failures", None) or {}
-    for failure, _ in failures.values():
-        return str(failure) or type(failure).__name__
-    return str(error) or type(error).__name__
+    cause: BaseException = next((failure for failure, _ in failures.values()), error)
+    if isinstance(cause, OSError):
+        return f"{directory}: cannot be written: {cause.strerror or cause}"
+    return str(cause) or type(cause).__name__
 
 
 class _Views:

@@ -15,7 +15,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +56,7 @@ from megatron_lrl.settings import Config
 
 from megatron.core import dist_checkpointing  # isort: skip  # after weights, which installs the CPU platform
 from megatron.core.dist_checkpointing.core import CheckpointingException  # isort: skip
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
 from torch.distributed.checkpoint.api import CheckpointException  # isort: skip
 
 TRAINING_FILE = "training.json"
@@ -62,6 +64,7 @@ FORMAT_VERSION = 1
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"update-(\d{6,})")
 _OURS = {TRAINING_FILE, COMPLETION_FILE, MANIFEST_FILE}
+_ERRNO = re.compile(r"\[Errno \d+\] ([^:]+)")
 _WHAT = "a training checkpoint, written by `train`"
 
 # torch's CheckpointException derives from BaseException; it is raised on all ranks if any failed
@@ -252,7 +255,31 @@ def _write_shards(run: TrainableRun, partial: Path, rng: bytes, rng_bytes: int) 
         "optimizer": optimizer_state_dict(run.model, run.optimizer, run.runtime),
         "rng": _rng_tensor(rng, rng_bytes, run.runtime),
     }
-    _writing(lambda: dist_checkpointing.save(state, str(partial)), partial)()
+
+    def save() -> None:
+        with _worker_errors():
+            dist_checkpointing.save(state, str(partial))
+
+    _writing(save, partial)()
+
+
+@contextmanager
+def _worker_errors() -> Iterator[None]:
+    """Megatron-Core's writer replaces what a write failed with by its type; here the error itself is passed on."""
+    writer: Any = FileSystemWriterAsync
+    plain = writer.write_preloaded_data
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        output = plain(*args, **kwargs)
+        if kwargs["results_queue"] is None and isinstance(output[1], Exception):  # not in a thread
+            raise output[1]
+        return output
+
+    writer.write_preloaded_data = staticmethod(write)
+    try:
+        yield
+    finally:
+        writer.write_preloaded_data = staticmethod(plain)
 
 
 def _read_shards(run: TrainableRun, directory: Path, training: Mapping[str, Any]) -> None:
@@ -300,8 +327,10 @@ def _writing(action: Callable[[], Any], place: Path) -> Callable[[], None]:
         try:
             action()
         except _FAILURES as error:
-            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            raise UserError(f"{place}: the checkpoint cannot be written: {reason[0]}") from error
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            if system := _ERRNO.search(reason):  # whatever the libraries wrap around it
+                reason = system[1]
+            raise UserError(f"{place}: the checkpoint cannot be written: {reason}") from error
 
     return call
 

@@ -55,7 +55,8 @@ def load_weights(
     `skip`: the names of parameters that keep their values.
 
     Raises:
-        UserError: the directory is not a distributed checkpoint, or lacks tensors of the model.
+        UserError: the directory is not a distributed checkpoint, lacks tensors of the model, or holds one with a
+            value that is NaN or infinite.
     """
 
     def read() -> None:
@@ -67,6 +68,8 @@ def load_weights(
         except UNREADABLE as error:
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             raise UserError(f"{ckpt_dir}: cannot be read as a distributed checkpoint: {reason[0]}") from error
+        for key, value in loaded["model"].items():
+            require_finite(value, key, ckpt_dir)
         result = unwrap(model).load_state_dict(loaded["model"], strict=False)
         left = [
             key
@@ -77,3 +80,9 @@ def load_weights(
             raise UserError(f"{ckpt_dir}: tensors missing or left over: {', '.join(left[:3])}")
 
     runtime.together(read)
+
+
+def require_finite(values: Any, name: str, ckpt_dir: str | Path) -> None:
+    """Raise `UserError` naming the tensor if a checkpoint's values are not all finite."""
+    if isinstance(values, torch.Tensor) and values.is_floating_point() and not torch.isfinite(values).all():
+        raise UserError(f"{ckpt_dir}: tensor {name} holds values that are NaN or infinite")

@@ -36,7 +36,9 @@ class TakenExperts:
     def load(self) -> Tensor:
         """[E] float64: response tokens of this rank that take each expert."""
         taken = self.expert_nk[self.row_r].flatten()
-        return torch.bincount(taken, minlength=self.scores_nE.shape[-1]).double()
+        one = torch.ones((), dtype=torch.float64, device=taken.device).expand(taken.shape)
+        # bincount would wait for the device, to look for the largest index.
+        return one.new_zeros(self.scores_nE.shape[-1]).index_add(0, taken, one)
 
     def with_loss(self, weight_nk: Tensor, lengths: Sequence[int], coefficient: float) -> Tensor:
         """``weight_nk``, whose backward also adds the gradient of the sequence-wise auxiliary loss.
@@ -53,7 +55,7 @@ class TakenExperts:
         for group in (*_token_groups(self.run), self.run.runtime.groups.cp):
             if group.size() > 1:
                 dist.all_reduce(count_bE, group=group)
-        length_b = torch.tensor(lengths, dtype=count_bE.dtype, device=count_bE.device)
+        length_b = torch.tensor(lengths, dtype=count_bE.dtype).to(count_bE.device, non_blocking=True)
         factor_bE = count_bE / length_b.square().unsqueeze(-1) * (coefficient * experts / top_k)
         p_rE = scores_rE / scores_rE.sum(-1, keepdim=True)
         return _WithLoss.apply(weight_nk, (p_rE * factor_bE[self.branch_r]).sum())

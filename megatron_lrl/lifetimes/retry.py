@@ -19,6 +19,7 @@ from megatron_lrl.lifetimes.identity import IdentityMismatch
 from megatron_lrl.lifetimes.retry_connections import Connections, Report
 from megatron_lrl.lifetimes.retry_reopen import reopen
 from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.runtime import lost_connection
 
 if TYPE_CHECKING:
     from megatron_lrl.lifetimes.run import Run
@@ -111,4 +112,6 @@ def _is_final(error: Exception) -> bool:
 
 def _describe(error: Exception) -> str:
     text = str(error)
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, UserError):
+        return text
+    return lost_connection(error) or f"{type(error).__name__}: {text}"

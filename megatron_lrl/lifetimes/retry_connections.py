@@ -86,7 +86,11 @@ class Connections:
             if abandon() or time.monotonic() > deadline:
                 present = [rank for rank in range(runtime.world_size) if store.check([f"rank-{rank}"])]
                 absent = sorted(set(range(runtime.world_size)) - set(present))
-                raise UserError(f"ranks {absent} are gone or still busy after a failure; {message}")
+                who = f"rank {absent[0]} does" if len(absent) == 1 else f"ranks {absent} do"
+                raise UserError(
+                    f"{who} not answer after a failure: killed, or still busy ({message}); start the same command "
+                    "again: it resumes from the newest checkpoint"
+                )
         names = [f"rank-{rank}" for rank in range(runtime.world_size)]
         return sorted((Report(**json.loads(store.get(name))) for name in names), key=lambda r: r.order)
 

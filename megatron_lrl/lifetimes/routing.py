@@ -83,9 +83,13 @@ class Rows(NamedTuple):
     branch_n: Tensor
     token_n: Tensor  # index of the response token that the row's output predicts
 
+    def to(self, device: torch.device) -> Rows:
+        """From the host, which knows them, without waiting for the device."""
+        return Rows(*(x.to(device, non_blocking=True) for x in self))
+
 
 def response_rows(layout: TokenLayout, core: Any, first: Sequence[int], lengths: Sequence[int]) -> Rows:
-    """Rows of this rank that belong to responses, whose token 0 is predicted at positions ``first``.
+    """Rows of this rank that belong to responses, whose token 0 is predicted at positions ``first``; on the CPU.
 
     Under sequence parallelism a rank's router sees its tp slice of the slots.
     """
@@ -102,8 +106,7 @@ def response_rows(layout: TokenLayout, core: Any, first: Sequence[int], lengths:
     branch = torch.searchsorted(offsets, flat, right=True) - 1
     token = starts[branch] + flat - offsets[branch] - firsts[branch]
     (row,) = torch.where((flat < layout.tokens) & (token >= 0) & (token < counts[branch]))
-    device = core.rotary_pos_emb.inv_freq.device
-    return Rows(*(x.to(device) for x in (row, branch[row], token[row])))
+    return Rows(row, branch[row], token[row])
 
 
 class Recorder:
@@ -121,8 +124,9 @@ class Recorder:
         """Before a pass; `active` says which response each branch is."""
         count = len(layout.lengths)
         longest = self.run.config.rollout.max_new_tokens
-        self._rows = response_rows(layout, core, [self.first] * count, [longest] * count)
-        self._response_n = torch.tensor(self.active, device=self._rows.row_n.device)[self._rows.branch_n]
+        rows, device = response_rows(layout, core, [self.first] * count, [longest] * count), _device(core)
+        self._rows = rows.to(device)
+        self._response_n = torch.tensor(self.active)[rows.branch_n].to(device, non_blocking=True)
         return self
 
     def chosen(self, layer_number: int, expert_nk: Tensor) -> Tensor:
@@ -143,13 +147,14 @@ class Recorder:
         run, runtime = self.run, self.run.runtime
         moe, layers = run.arch.moe, expert_layers(run.arch)
         assert moe is not None
-        shape = (self.responses, max(lengths), len(layers), moe.top_k)
+        longest = max(lengths)
+        # One row more than the longest response has, for what finished branches were fed on.
+        shape = (self.responses, longest + 1, len(layers), moe.top_k)
         expert = torch.zeros(shape, dtype=torch.int64, device=runtime.device)
         weight = torch.zeros(shape, dtype=run.wide, device=runtime.device)
         for layer, response_n, token_n, expert_nk, weight_nk in self._parts:
-            keep_n = token_n < shape[1]
-            place = (response_n[keep_n], token_n[keep_n], layers.index(layer))
-            expert[place], weight[place] = expert_nk[keep_n], weight_nk[keep_n].to(run.wide)
+            place = (response_n, token_n.clamp(max=longest), layers.index(layer))
+            expert[place], weight[place] = expert_nk, weight_nk.to(run.wide)
         groups = runtime.groups
         parallel = [groups.tp] if run.core(run.model).config.sequence_parallel else []
         for group in (*parallel, groups.cp, groups.pp):
@@ -164,21 +169,23 @@ class RoutingTotals:
     """What this rank saw of its rows: mismatch against records, and the experts' load. Sums over ranks are exact."""
 
     def __init__(self, run: Run) -> None:
-        self.pairs = self.differing = 0  # (token, layer) with a record; of them with another set of experts
-        self.largest = 0.0  # difference of a weight, where the sets agree
         self._run, self.load_E = run, dict[int, Tensor]()  # 0-based layer -> tokens of each expert
+        self.pairs = 0  # (token, layer) with a record
+        # On the device, so that no layer waits for it: pairs with another set of experts, and the largest difference
+        # of a weight, where the sets agree.
+        self.differing: Tensor | int = 0
+        self.largest: Tensor | float = 0.0
 
     def clear(self) -> None:
         """Forget everything: a window begins, or starts over."""
-        self.pairs = self.differing = 0
-        self.largest = 0.0
+        self.pairs, self.differing, self.largest = 0, 0, 0.0
         self.load_E.clear()
 
     def mismatch(self) -> dict[str, Tensor]:
         """Metric sums over all ranks; collective over the world."""
         device = self._run.runtime.device
-        sums = torch.tensor([self.differing, self.pairs], dtype=torch.float64, device=device)
-        largest = torch.tensor(self.largest, dtype=torch.float64, device=device)
+        sums = torch.tensor([int(self.differing), self.pairs], dtype=torch.float64, device=device)
+        largest = torch.tensor(float(self.largest), dtype=torch.float64, device=device)
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return {
@@ -196,8 +203,16 @@ class RoutingTotals:
         """Count rows whose set of experts differs. Returns which rows agree."""
         same_n = (own_nk.sort(-1)[0] == recorded_nk.sort(-1)[0]).all(-1)
         self.pairs += same_n.numel()
-        self.differing += int((~same_n).sum())
+        self.differing = self.differing + (~same_n).sum()
         return same_n
+
+    def compare_weights(self, gap_nk: Tensor, same_n: Tensor) -> None:
+        """Note the largest difference of a weight among the rows that agree."""
+        if same_n.numel():
+            gap = torch.where(same_n.unsqueeze(-1), gap_nk.abs(), 0).max()
+            self.largest = (
+                gap if isinstance(self.largest, float) else torch.maximum(self.largest, gap.to(self.largest))
+            )
 
 
 class ReplayRouting:
@@ -216,15 +231,35 @@ class ReplayRouting:
         self.balance, self.totals = balance, run.routing
         self.use = run.config.replay.use_recorded_routing
         self._rows: Rows | None = None
+        self._layers: tuple[int, ...] = ()
+        self._found: tuple[Tensor, Tensor, Tensor] | None = (
+            None  # rows with a record, its experts and weights, [n, L, k]
+        )
 
     def begin(self, layout: TokenLayout, core: Any) -> ReplayRouting:
-        """Before a pass."""
-        self._rows = response_rows(layout, core, self.first, self.lengths)
+        """Before a pass: everything that its layers need goes to the device at once."""
+        device, rows_n = _device(core), response_rows(layout, core, self.first, self.lengths)
+        self._rows, self._found = rows_n.to(device), None
+        rows, experts, weights = [], [], []
+        for branch, record in enumerate(self.records):
+            if record is None:
+                continue
+            mine_n = rows_n.branch_n == branch
+            token_n = rows_n.token_n[mine_n]
+            rows.append(rows_n.row_n[mine_n])
+            experts.append(record.expert_RLk[token_n])
+            weights.append(record.weight_RLk[token_n])
+            self._layers = record.layers
+        if rows:
+            row_n, expert_nLk, weight_nLk = (
+                torch.cat(x).to(device, non_blocking=True) for x in (rows, experts, weights)
+            )
+            self._found = row_n, expert_nLk, weight_nLk
         return self
 
     def chosen(self, layer_number: int, expert_nk: Tensor) -> Tensor:
         """The experts of the record, where it is to be used; measures the mismatch in passes with a gradient."""
-        found = self._recorded(layer_number, expert_nk)
+        found = self._recorded(layer_number)
         if found is None:
             return expert_nk
         row_n, recorded_nk, _ = found
@@ -241,7 +276,7 @@ class ReplayRouting:
                 self.totals.add_load(layer_number, taken.load())
             if self.balance:
                 weight_nk = taken.with_loss(weight_nk, self.lengths, self.balance)
-        found = self._recorded(layer_number, expert_nk)
+        found = self._recorded(layer_number)
         if found is None:
             return weight_nk
         row_n, recorded_nk, recorded_weight_nk = found
@@ -254,23 +289,13 @@ class ReplayRouting:
         constant_nk = weight_nk.detach()
         return constant_nk.index_copy(0, row_n, recorded_weight_nk) + (weight_nk - constant_nk)
 
-    def _recorded(self, layer_number: int, expert_nk: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _recorded(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Rows with a record, and what it says of this layer."""
-        assert self._rows is not None
-        row_n, branch_n, token_n = self._rows
-        rows, experts, weights = [], [], []
-        for branch, record in enumerate(self.records):
-            if record is None:
-                continue
-            mine_n = branch_n == branch
-            token, layer = token_n[mine_n].cpu(), record.layers.index(layer_number - 1)
-            rows.append(row_n[mine_n])
-            experts.append(record.expert_RLk[token, layer])
-            weights.append(record.weight_RLk[token, layer])
-        if not rows:
+        if self._found is None:
             return None
-        device = expert_nk.device
-        return torch.cat(rows), torch.cat(experts).to(device), torch.cat(weights).to(device)
+        row_n, expert_nLk, weight_nLk = self._found
+        layer = self._layers.index(layer_number - 1)  # the same in every record of a model
+        return row_n, expert_nLk[:, layer], weight_nLk[:, layer]
 
     def _difference(
         self, own_nk: Tensor, weight_nk: Tensor, recorded_nk: Tensor, recorded_weight_nk: Tensor
@@ -279,5 +304,9 @@ class ReplayRouting:
         own_order, order = own_nk.argsort(-1), recorded_nk.argsort(-1)
         same_n = (own_nk.gather(-1, own_order) == recorded_nk.gather(-1, order)).all(-1)
         gap_nk = weight_nk.gather(-1, own_order) - recorded_weight_nk.gather(-1, order)
-        if bool(same_n.any()):
-            self.totals.largest = max(self.totals.largest, float(gap_nk[same_n].abs().max()))
+        self.totals.compare_weights(gap_nk, same_n)
+
+
+def _device(core: Any) -> torch.device:
+    """Where a model's activations are."""
+    return core.rotary_pos_emb.inv_freq.device

@@ -29,8 +29,7 @@ def causal_convolution(
     if all(length == tokens for length in lengths):
         tail = x_bct[:, :, tokens:].clone()  # not a view: the inputs need not stay
     else:
-        index_bw = torch.tensor(lengths, device=x_btc.device)[:, None] + torch.arange(
-            keep, device=x_btc.device
-        )
+        index_bw = torch.tensor([[length + i for i in range(keep)] for length in lengths])
+        index_bw = index_bw.to(x_btc.device, non_blocking=True)
         tail = x_bct.gather(2, index_bw[:, None, :].expand(-1, x_bct.shape[1], -1))
     return y_bct.transpose(1, 2), tail

@@ -7,7 +7,7 @@ tokens are cut changes nothing but rounding: one token at a time, a prompt in ch
     no graph, one token       the rule itself, on the state
     otherwise                 blocks of 64; under autograd only inputs are saved: the backward walks segments of 8
                               blocks in reverse and rebuilds one segment's graph at a time
-    CUDA, flash-linear-attention installed     its kernels, which take and return the same states
+    CUDA, half precision, flash-linear-attention installed     its kernels, which take and return the same states
 
 Legend: b sequences, t tokens, n key heads, h value heads (h = n r), k key dim, v value dim, c tokens of a block,
 z blocks. Inputs may have any float dtype; the arithmetic and the state are float32 (float64 where the state is).
@@ -44,8 +44,7 @@ def gated_delta_rule(
         beta_bth: writing strength in [0, 1].
         state_bhkv: float32 or float64.
     """
-    fla = _fla() if v_bthv.is_cuda and state_bhkv.dtype == torch.float32 else None
-    if fla is not None:
+    if _fla_takes(q_btnk, v_bthv, state_bhkv) and (fla := _fla()) is not None:
         return fla(q_btnk, k_btnk, v_bthv, g_bth, beta_bth, state_bhkv)
     inputs = (q_btnk, k_btnk, v_bthv, g_bth, beta_bth, state_bhkv)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -126,6 +125,15 @@ def _blocks(
         outputs.append(q_in[:, :, z] @ state + attention_cc[:, :, z] @ written)
         state = state * kept[:, :, z] + k_out[:, :, z] @ written
     return torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2), state
+
+
+def _fla_takes(q_btnk: Tensor, v_bthv: Tensor, state_bhkv: Tensor) -> bool:
+    """Whether flash-linear-attention's kernels compute this.
+
+    They multiply in half precision (float32 inputs too, where they accept them), and hold a key dim of 256 at most.
+    """
+    half = v_bthv.dtype in (torch.bfloat16, torch.float16) and v_bthv.dtype == q_btnk.dtype
+    return v_bthv.is_cuda and half and state_bhkv.dtype == torch.float32 and q_btnk.shape[-1] <= 256
 
 
 @cache

@@ -134,7 +134,9 @@ def token_loss(
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
         present = [part for part in parts if part is not None]
-        return torch.cat(present).to(device) if present and len(present) == len(parts) else None
+        if not present or len(present) != len(parts):
+            return None
+        return torch.cat(present).to(device, non_blocking=True)
 
     keys = [branch.key for branch in batch]
     weight_N = joined([terms[key].weight_R for key in keys])

@@ -17,6 +17,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class Journal:
             os.replace(temporary, path)
             _sync_folder(self.folder)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)  # on a full disk, every byte of it is missing elsewhere
             raise UserError(f"{path}: the rollouts cannot be recorded: {error.strerror or error}") from error
 
     def recall(self, update: int, prompts: Sequence[Prompt]) -> Recorded | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lrl.lifetimes.group import PromptGroup
@@ -123,4 +124,8 @@ class Sampler:
 
         run_schedule(self.run, group.model, [micro_batch], backward=False)
         state.settle(runtime.groups.pp)
-        return from_last_stage(sum_over_cp(values, runtime), runtime).cpu()
+        values = sum_over_cp(values, runtime)
+        if runtime.layout.tp > 1:
+            # CUDA may sum the same numbers in another order on each rank, and one draw in very many falls otherwise.
+            dist.broadcast(values, src=dist.get_global_rank(runtime.groups.tp, 0), group=runtime.groups.tp)
+        return from_last_stage(values, runtime).cpu()

@@ -79,6 +79,7 @@ class SampleHead:
         logits_nV = gather_logits(logits_nv, model.arch.vocab_size, tp)
         if count == 0:
             return logits_nV.new_zeros(3, 0, dtype=torch.float64)
-        u_n = torch.tensor(list(self.uniforms(first))[:count], dtype=torch.float64, device=logits_nV.device)
+        u_n = torch.tensor(list(self.uniforms(first))[:count], dtype=torch.float64)
+        u_n = u_n.to(logits_nV.device, non_blocking=True)
         token_n, logprob_n, entropy_n = draw(logits_nV, u_n, self.top_p)
         return torch.stack([token_n.double(), logprob_n.double(), entropy_n.double()])

@@ -9,6 +9,7 @@ import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,17 @@ def _interruptible() -> Iterator[_Interrupt]:
             signal.signal(number, handler)
 
 
-def _material(config: Config) -> Corpus | tuple[list[Prompt], Reward, Text]:
-    """What a run trains on, read and checked against the model."""
+def _material(config: Config) -> tuple[Corpus, Corpus | None] | tuple[list[Prompt], Reward, Text]:
+    """What a run trains on, read and checked against the model; next-token training has held-out documents too."""
     check_train(config)
     arch = read_model_architecture(config)
     text = Text(hf_folder(config))
     if config.train.objective == "lm":
-        return load_corpus(
-            config.lm,
-            text.tokenizer,
-            arch.vocab_size,
-            arch.max_positions,
-            config.train.seed,
-            config.data.shuffle,
-        )
+        read = partial(load_corpus, config.lm, text.tokenizer, arch.vocab_size, arch.max_positions)
+        held_out = None
+        if config.lm.held_out is not None:
+            held_out = read(config.train.seed, shuffle=False, key="held_out")
+        return read(config.train.seed, config.data.shuffle), held_out
     assert config.data.prompts is not None
     prompts = load_prompts(config, arch, text, config.data.prompts)
     reward = load_reward(config.data.reward, config.data.reward_args)
@@ -135,8 +133,10 @@ def train(config: Config, runtime: Runtime) -> None:
         journal = Journal(output, config)
         retry = Retry(run, config.train.window_attempts, connections, lambda: interrupt.asked)
         trainer: Trainer | LmTrainer
-        if isinstance(material, Corpus):
-            trainer = LmTrainer(run, material, retry)
+        prompts: list[Prompt] = []
+        if len(material) == 2:
+            corpus, held_out = material
+            trainer = LmTrainer(run, corpus, retry, held_out)
         else:
             prompts, reward, text = material
             trainer = Trainer(run, prompts, reward, text, journal, retry)
@@ -147,7 +147,7 @@ def train(config: Config, runtime: Runtime) -> None:
             if newest is not None:
                 tracker.note(f"resumed {newest} at update {first}")
             planned = None
-            if runtime.is_main and not isinstance(material, Corpus):
+            if runtime.is_main and prompts:
                 try:
                     planned = plan_of_run(run, max(len(prompt.prompt_ids) for prompt in prompts))
                     tracker.note(against_measured(planned, run.ledger))

@@ -20,7 +20,12 @@ from megatron_lrl.attention.layout import TokenLayout
 from megatron_lrl.attention.reference import dense_attention
 from megatron_lrl.attention.segment import Adjoint, Block, segment_attention
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 FILL = 2.0**-6
 """What adjoint buffers hold beforehand: near the gradients' size, so that it costs them no digits."""
 
@@ -38,6 +43,8 @@ class Case:
     dtype: str = "float64"
     multiple: int = 1
     seed: int = 0
+    head_dim: int = 8
+    device: str = "cpu"  # of ours; the oracle stays on the CPU
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,7 +60,7 @@ def own(branch: int, branches: int, tokens: int, mode: str = "constant") -> list
 
 def errors(case: Case, cp: int = 1, rank: int = 0, group: Any = None) -> dict[str, float]:
     """Relative L2 of everything this rank computes: o, dq, dk, dv, and each block's gradient by its mode."""
-    d, dtype = 8, DTYPES[case.dtype]
+    d, dtype, device = case.head_dim, DTYPES[case.dtype], case.device
     make = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape: int) -> Tensor:
@@ -71,10 +78,11 @@ def errors(case: Case, cp: int = 1, rank: int = 0, group: Any = None) -> dict[st
     ]
     oracle = dense(case, layout, (q_NHd, k_Nhd, v_Nhd), weight_MHd[: layout.tokens], specs, resident)
 
-    leaves = [layout.slice_local(x, fill=3.0).detach().requires_grad_() for x in (q_NHd, k_Nhd, v_Nhd)]
+    mine_of = [layout.slice_local(x, fill=3.0).to(device) for x in (q_NHd, k_Nhd, v_Nhd)]
+    leaves = [x.detach().requires_grad_() for x in mine_of]
     blocks = []
     for (is_shared, branch, _, _, mode), (k, v) in zip(specs[rank], resident[rank], strict=True):
-        adjoint = None
+        adjoint, k, v = None, k.to(device), v.to(device)
         if mode == "adjoint":  # filled, so that an overwrite instead of an addition shows
             adjoint = Adjoint(*(torch.full_like(x, FILL, dtype=accumulate_dtype(dtype)) for x in (k, v)))
         live = mode == "live"
@@ -82,7 +90,7 @@ def errors(case: Case, cp: int = 1, rank: int = 0, group: Any = None) -> dict[st
         blocks.append(Block(k, v, is_shared, branch, adjoint))
     o_mHd = segment_attention(*leaves, layout, blocks, d**-0.5, group)
     mine = slice(layout.local_start, layout.local_start + layout.local_slots)
-    (o_mHd * weight_MHd[mine]).sum().backward()
+    (o_mHd * weight_MHd[mine].to(device)).sum().backward()
 
     n = layout.local_tokens
     assert o_mHd.dtype == dtype
@@ -154,7 +162,7 @@ def distance(ours: Tensor, oracle: Tensor, whole: Tensor) -> float:
     """Norm of the difference over the norm of the oracle's whole tensor (1 where that is zero)."""
     assert ours.shape == oracle.shape
     scale = float(whole.norm()) if whole.numel() else 0.0
-    return float((ours.detach().double() - oracle).norm()) / (scale or 1.0)
+    return float((ours.detach().double().cpu() - oracle).norm()) / (scale or 1.0)
 
 
 def run_cases(world: World, cases: list[dict[str, Any]]) -> list[dict[str, float]]:

@@ -284,3 +284,12 @@ def test_a_completion_list_cannot_point_outside(root: Path, trained: Any, tmp_pa
     (checkpoint / "complete.json").write_text(json.dumps(listed))
     with pytest.raises(UserError, match=r"complete\.json: damaged: the record of '\.\./elsewhere'"):
         check_completion(checkpoint)
+
+
+def test_values_that_are_not_finite_are_refused_by_name(root: Path, tmp_path: Path) -> None:
+    """A NaN in a weight and in a moment, under intact checksums, refused on every rank."""
+    source = _source(root, "float32")
+    ranks = run_world(World(cp=2), f"{RANKS}:spoiled", source=source, dtype="float32", folder=str(tmp_path))
+    for weight, moment in ranks:
+        assert "tensor decoder.final_layernorm.weight holds values that are NaN or infinite" in weight
+        assert "tensor optimizer.exp_avg." in moment and "NaN or infinite" in moment

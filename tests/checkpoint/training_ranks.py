@@ -198,3 +198,27 @@ def save_many(world: World, source: str, folder: str, updates: list[int], keep: 
             save_training(run, training_path(folder, update), {"update": update}, keep=keep)
         found = latest_training(folder, runtime)
         return None if found is None else str(found)
+
+
+def spoiled(world: World, source: str, dtype: str, folder: str) -> list[str]:
+    """A run saved with a NaN in a weight, and with one in a moment: what a load of each says."""
+    messages = []
+    with runtime_scope(_layout(world)) as runtime:
+        for kind in ("weight", "moment"):
+            target = Path(folder) / kind
+            with _run(runtime, folder, source, dtype) as run:
+                _take_steps(run, 0, 1)
+                norm = unwrap(run.model).decoder.final_layernorm.weight
+                part = run.optimizer.chained_optimizers[0].optimizer
+                main = part.param_groups[0]["params"][0]
+                spoilt = norm.data if kind == "weight" else part.state[main]["exp_avg"]
+                spoilt.view(-1)[-1] = float("nan")
+                save_training(run, target, {})
+            with _run(runtime, folder, source, dtype) as run:
+                try:
+                    load_training(run, target)
+                except UserError as error:
+                    messages.append(str(error))
+                else:
+                    messages.append("accepted")
+    return messages
