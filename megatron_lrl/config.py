@@ -80,6 +80,8 @@ def check_train(config: Config) -> None:
         raise UserError(
             'train.objective = "lm" needs lm.data: a .txt or .jsonl file, or a Megatron indexed dataset'
         )
+    if lm and config.lm.held_out is not None and config.lm.held_out == config.lm.data:
+        raise UserError(f"lm.held_out = {config.lm.held_out} is lm.data itself; give other documents")
     if not lm and config.data.prompts is None:
         raise UserError("train needs data.prompts: a JSONL file of prompts")
     if config.train.output is None:
@@ -114,6 +116,8 @@ _MAY_CHANGE = (
     "train.log_samples",
     "train.window_attempts",
     "train.on_nonfinite",
+    "lm.held_out",
+    "lm.eval_every",
 )
 
 

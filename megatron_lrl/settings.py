@@ -32,6 +32,12 @@ class ModelTable(Table):
     dtype: Literal["float32", "bfloat16", "float64"] = _key(
         "float32", "parameters and compute; float64 is for numerical checks"
     )
+    residual_dtype: Literal["model", "float32"] = _key(
+        "model",
+        'the residual stream between layers and pipeline stages: "model": in model.dtype; "float32": the layers of a '
+        "bfloat16 model add up in float32, in sampling and replay alike, which brings the two closer together, for "
+        "more saved bytes; no weights change, and nothing changes under float32",
+    )
     attention: Literal["full", "lastkv"] = _key(
         "full", "full causal attention, or LastKV: last-layer keys and values for all completed chunks"
     )
@@ -40,6 +46,14 @@ class ModelTable(Table):
     def _one_source(self) -> ModelTable:
         if self.hf is not None and self.checkpoint is not None:
             raise ValueError("model.hf and model.checkpoint are both set; set exactly one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _residual_is_not_narrowed(self) -> ModelTable:
+        if self.residual_dtype == "float32" and self.dtype == "float64":
+            raise ValueError(
+                'model.residual_dtype = "float32" would round a float64 model between its layers; valid: "model"'
+            )
         return self
 
 
@@ -112,8 +126,9 @@ class PrefixTable(Table):
     )
     snapshot_bytes: int = _key(
         0,
-        "bytes per rank for snapshots of recurrent states (Gated DeltaNet), of which the exact sweep wants one per "
-        "captured chunk: with fewer, chunks between snapshots run forward once more; 0 = no limit; execution only",
+        "bytes per rank for what only the exact sweep restarts from: recurrent states (Gated DeltaNet) before each "
+        "captured chunk, own-layer keys and values (LastKV) of each LastKV chunk; with fewer restarts the chunks "
+        "between them run forward once more; 0 = no limit; execution only, never changes results",
         ge=0,
     )
 
@@ -274,6 +289,15 @@ class LmTable(Table):
         ge=2,
     )
     sequences_per_update: int = _key(8, "packed sequences per update over all dp ranks", ge=1)
+    held_out: str | None = _key(
+        None,
+        "documents that are never trained on, of the same kinds as lm.data: their mean loss before the first update, "
+        "every lm.eval_every updates and after the last",
+        min_length=1,
+    )
+    eval_every: int = _key(
+        10, "updates between evaluations of lm.held_out; 0 = before the first and after the last only", ge=0
+    )
 
 
 class DataTable(Table):

@@ -44,7 +44,7 @@ def test_every_documented_key_is_read(write) -> None:
     config = load_config(
         write(
             """
-            model = { hf = "DIR", dtype = "bfloat16", attention = "lastkv" }
+            model = { hf = "DIR", dtype = "bfloat16", residual_dtype = "float32", attention = "lastkv" }
             lastkv = { chunk_size = 64, blend = false, gate_init = 0.25 }
             parallel = { tp = 2, cp = 3, pp = 4, ep = 1 }
             [prefix]
@@ -60,6 +60,8 @@ def test_every_documented_key_is_read(write) -> None:
             text_key = "body"
             sequence_length = 99
             sequences_per_update = 3
+            held_out = "h.txt"
+            eval_every = 0
             [replay]
             concurrent = 2
             logits_chunk = 5
@@ -116,6 +118,7 @@ def test_every_documented_key_is_read(write) -> None:
         "hf": "DIR",
         "checkpoint": None,
         "dtype": "bfloat16",
+        "residual_dtype": "float32",
         "attention": "lastkv",
     }
     assert config.lastkv.model_dump() == {"chunk_size": 64, "blend": False, "gate_init": 0.25}
@@ -134,6 +137,8 @@ def test_every_documented_key_is_read(write) -> None:
         "text_key": "body",
         "sequence_length": 99,
         "sequences_per_update": 3,
+        "held_out": "h.txt",
+        "eval_every": 0,
     }
     assert config.replay.model_dump() == {
         "concurrent": 2,

@@ -44,14 +44,22 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[str]:
         return re.findall(r"\w+|\W", text)
 
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[str]]:
+        return {"input_ids": self.encode(text)}
 
-@pytest.fixture(scope="module")
-def prepare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare", EXAMPLES / "quickstart" / "prepare.py")
+
+def script(example: str, name: str) -> ModuleType:
+    """A script of an example, as a module."""
+    spec = importlib.util.spec_from_file_location(f"{example}_{name}", EXAMPLES / example / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def prepare() -> ModuleType:
+    return script("quickstart", "prepare")
 
 
 def test_every_shipped_config_is_listed_here() -> None:
@@ -103,3 +111,43 @@ def test_quickstart_prompt_holds_its_fact_once_and_the_reward_checks_it(prepare:
         assert [reward(text, prompt) for text in given] == [1.0, 1.0, 0.2, 0.0, 0.0]
         depths.append(record["depth"])
     assert min(depths) < 0.3 and max(depths) > 0.7
+
+
+def test_uptraining_documents_are_one_sequence_and_recall_what_they_state(prepare: ModuleType) -> None:
+    lastkv, lm = script("lastkv", "prepare"), load_config(EXAMPLES / "lastkv" / "uptrain.toml").lm
+    assert (
+        lm.sequence_length
+        == lastkv.LENGTH
+        == 4 * load_config(EXAMPLES / "lastkv" / "uptrain.toml").lastkv.chunk_size
+    )
+    assert not set(lastkv.NAMES) & set(prepare.NAMES) and len(set(lastkv.NAMES)) == len(lastkv.NAMES)
+    lines = [Tokenizer().encode(f"line {number} of the manual\n") for number in range(900)]
+    for seed in range(5):
+        ids = lastkv.make_document(Tokenizer(), lines, lastkv.NAMES, random.Random(seed))
+        assert len(ids) == lastkv.LENGTH
+        first, second = "".join(ids[: lastkv.HALF]), "".join(ids[lastkv.HALF :])
+        stated = dict(re.findall(r"The access code of (\w+) is (\d{4})\.", first))
+        again = re.findall(r"The access code of (\w+) is (\d{4})\.", second)
+        assert len(stated) == len(again) == lastkv.FACTS
+        assert all(stated[name] == code for name, code in again)
+        assert second.count("What is the access code of") == lastkv.ASKED
+        plain = "".join(lastkv.make_document(Tokenizer(), lines, [], random.Random(seed)))
+        assert "access code" not in plain
+
+
+@pytest.mark.parametrize(
+    ("place", "length", "region"),
+    [
+        (0, 9, "history"),
+        (3, 9, "history"),
+        (4, 9, "previous chunk"),
+        (8, 10, "open chunk"),
+        (0, 8, "previous chunk"),
+    ],
+)
+def test_the_region_of_a_fact_is_counted_in_chunks_from_the_last_prompt_token(
+    place: int, length: int, region: str
+) -> None:
+    prompt_ids = [0] * length
+    prompt_ids[place] = 7
+    assert script("lastkv", "report").region_of(prompt_ids, [7], 4) == region

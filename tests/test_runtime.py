@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from megatron_lrl.errors import UserError
 from megatron_lrl.runtime import (
     Layout,
+    _check_devices,
     _fresh_store,
     check_world,
     init_runtime,
+    lost_connection,
     runtime_scope,
     shutdown_runtime,
 )
@@ -107,3 +109,55 @@ def test_a_restarted_world_shares_a_store_without_the_keys_of_the_dead(
             assert [store.get("address") for store in stores] == [str(start).encode()] * 3
             for rank in (1, 2):
                 agent.set(f"megatron_lrl/hello/{rank}", f"dead-{start}-{rank}")
+
+
+GLOO = "[../third_party/gloo/gloo/transport/tcp/"
+GONE = [
+    f"{GLOO}pair.cc:547] Connection closed by peer [127.0.0.1]:53127",
+    f"{GLOO}pair.cc:538] Read error [127.0.0.1]:9: Connection reset by peer",
+    f"{GLOO}unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    f"{GLOO}unbound_buffer.cc:133] Application timeout caused pair closure",
+    "NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to ...",
+    "[c10d] recvValue failed: Connection was likely closed. Did the remote server shutdown or crash?",
+]
+
+
+@pytest.mark.parametrize("message", GONE)
+def test_a_lost_connection_is_told_without_the_libraries_words(
+    message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = lost_connection(RuntimeError(message))
+    assert told == "rank 0 lost its connection to rank 1, which was killed, failed or does not answer"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert "another rank" in str(lost_connection(RuntimeError(message)))
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(SystemExit, match="1"), runtime_scope(Layout()):
+        raise RuntimeError(message)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 0 lost its connection") and line.endswith(
+        "start the same command again"
+    )
+
+
+def test_other_errors_are_not_taken_for_one() -> None:
+    for error in (
+        RuntimeError("CUDA out of memory"),
+        ValueError(GONE[0]),
+        RuntimeError("gloo does not do that"),
+    ):
+        assert lost_connection(error) is None
+    with pytest.raises(RuntimeError, match="of our own"), runtime_scope(Layout()):
+        raise RuntimeError("of our own")
+
+
+def test_ranks_that_would_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    _check_devices(1)  # not torchrun: each rank may be shown a device of its own
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    _check_devices(0)
+    with pytest.raises(UserError, match="2 ranks on a machine that shows 1 CUDA device: "):
+        _check_devices(1)

@@ -9,11 +9,14 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from megatron_lrl.errors import UserError
 
 if TYPE_CHECKING:  # Megatron-Core is imported once the runtime has prepared it
     from megatron_lrl.lifetimes.replay import TokenLoss
@@ -53,6 +56,28 @@ def write_model(folder: Path, options: argparse.Namespace, positions: int) -> No
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def link_model(folder: Path, source: Path, positions: int) -> int:
+    """The model of a Hugging Face directory, allowed at least so many positions. Returns its vocabulary size.
+
+    Weights are linked, not copied. Positions beyond what a model was trained for cost what others cost.
+    Raises `UserError` if the directory holds no model.
+    """
+    weights = sorted(source.glob("*.safetensors*"))
+    try:
+        described = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--hf {source}: no readable config.json ({error})") from error
+    if not weights:
+        raise UserError(f"--hf {source}: no *.safetensors")
+    text = described.get("text_config", described)
+    text["max_position_embeddings"] = max(positions, text.get("max_position_embeddings", 0))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(described))
+    for file in weights:
+        (folder / file.name).symlink_to(file.resolve())
+    return int(text["vocab_size"])
+
+
 def trajectories(vocab: int, prompt: int, response: int, group: int) -> tuple[list[int], list[list[int]]]:
     """One random prompt and the responses to it, the same for every caller."""
     draw = torch.Generator().manual_seed(1)
@@ -67,8 +92,9 @@ def run_window(
     weights: Sequence[float],
     contract: str,
     concurrent: int,
+    step: bool = False,
 ) -> None:
-    """Capture, replay, sweep and reduce one prompt. The optimizer has no part in it.
+    """Capture, replay, sweep and reduce one prompt; the optimizer steps only if asked to.
 
     Loss: -sum over responses of weight x log-probability; responses are of equal length. The gradient stays in the
     buffers until the next window opens.
@@ -96,6 +122,8 @@ def run_window(
         with window.prompt_group("g", prompt_ids, contract=contract) as group:
             window.replay(group, batches, [loss_of(start) for start in starts])
         window.reduce()
+        if step:
+            window.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -1,7 +1,7 @@
 """LastKV against full attention: the same weights and sizes, interleaved in one run.
 
     python tools/bench_lastkv.py
-    python tools/bench_lastkv.py --layers 16 --prompt 16384 --chunk-size 512
+    python tools/bench_lastkv.py --layers 16 --prompt 16384 --chunk-size 512 --restarts 11
 
 Measures capture, sampling and the gradient of one window under each contract, resident bytes after capture and peak
 saved-for-backward bytes, and prints them with their ratio to full attention.
@@ -41,6 +41,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, metavar="G", help="responses (default 8)")
     parser.add_argument("--chunk-size", type=int, default=512, metavar="C", help="LastKV chunk (default 512)")
     parser.add_argument(
+        "--restarts", type=int, default=0, metavar="N",
+        help="a third column: own-layer keys and values of at most N chunks for the sweep (prefix.snapshot_bytes)",
+    )  # fmt: skip
+    parser.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="rounds; medians are shown (default 3)"
     )
     return parser.parse_args()
@@ -73,22 +77,30 @@ def measure(run: Run, options: argparse.Namespace, found: dict[str, list[float]]
         window_of = partial(run_window, run, prompt, responses, weights, contract, 1)
         timed(window_of, f"window under {contract}, s", found)
         found.setdefault(f"peak saved under {contract}, MiB", []).append(run.ledger.peak["replay"] / MIB)
+        found.setdefault(f"peak of the group under {contract}, MiB", []).append(
+            run.ledger.peak["group"] / MIB
+        )
 
 
 def main() -> int:
     options = parse()
-    kinds = ("full", "lastkv")
+    kinds = ("full", "lastkv", "few restarts") if options.restarts else ("full", "lastkv")
     found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     with tempfile.TemporaryDirectory() as name, runtime_scope(Layout()) as runtime, ExitStack() as open_runs:
         from megatron_lrl.lifetimes.run import open_run
+        from megatron_lrl.lifetimes.snapshots import own_layer_bytes
 
         folder = Path(name)
         write_model(folder / "hf", options, options.prompt + options.response)
         (folder / "bench.toml").write_text("")
         settings = [f"model.hf={folder / 'hf'}", f"prefix.chunk_size={options.chunk_size}"]
-        runs = {}
+        runs: dict[str, Run] = {}
         for kind in kinds:
-            extra = [f"model.attention={kind}", f"lastkv.chunk_size={options.chunk_size}"]
+            attention = "full" if kind == "full" else "lastkv"
+            extra = [f"model.attention={attention}", f"lastkv.chunk_size={options.chunk_size}"]
+            if kind == "few restarts":
+                one = own_layer_bytes(runs["lastkv"].arch, Layout(), 4)
+                extra.append(f"prefix.snapshot_bytes={options.restarts * one}")
             config = load_config(folder / "bench.toml", [*settings, *extra])
             runs[kind] = open_runs.enter_context(open_run(config, runtime, gradients=True))
         for kind in kinds:  # what loads lazily
@@ -98,10 +110,10 @@ def main() -> int:
                 measure(runs[kind], options, found[kind])
     print(f"P = {options.prompt}, R = {options.response}, G = {options.group}, C = {options.chunk_size}, "
           f"{options.layers} layers, hidden {options.hidden}, float32, medians of {options.repeats}")  # fmt: skip
-    print(f"{'':42s}{'full':>12s}{'lastkv':>12s}{'ratio':>9s}")
+    print(" " * 42 + f"{'full':>12s}" + "".join(f"{kind:>14s}{'ratio':>9s}" for kind in kinds[1:]))
     for name in found["full"]:
-        full, lastkv = (statistics.median(found[kind][name]) for kind in kinds)
-        print(f"{name:42s}{full:12.3f}{lastkv:12.3f}{lastkv / full:9.3f}")
+        full, *others = (statistics.median(found[kind][name]) for kind in kinds)
+        print(f"{name:42s}{full:12.3f}" + "".join(f"{other:14.3f}{other / full:9.3f}" for other in others))
     return 0
 
 

@@ -3,7 +3,7 @@
 Each probe is one window in a process of its own, which reports the peak of its resident set during that window; it is
 watched from outside and ended when far past the budget. What is reported as measured was run within the budget. The
 peak grows linearly with P, so probes that fit predict the next one: four times the prompt until the limit is near, then
-by the line through the two longest that fitted.
+by the line through the two longest that fitted: three probes, started at a quarter of what `megatron-lrl plan` expects.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bench_common import resident_set
 from megatron_lrl.errors import UserError
 
 GIB = 2**30
-FIRST, MARGIN = 1024, 0.03  # smallest P that is tried; the search ends when its bracket is this narrow
-POLL_SECONDS = 0.1
+MARGIN = 0.03  # the search ends when its bracket is this narrow
+POLL_SECONDS, REPORT_SECONDS = 0.1, 60
 START_SLACK = 256 * 2**20
 """Bytes past the budget that end a probe early: loading may take more than a window, whose own peak decides."""
 
@@ -44,6 +44,7 @@ class Search:
     """What is known of one contract: probes that fit, the shortest prompt that did not."""
 
     contract: str
+    first: int  # smallest P that is tried
     fitting: list[Probe]
     over: int | None = None
     late: bool = False
@@ -61,10 +62,10 @@ class Search:
 
     def next_prompt(self, budget: float) -> int | None:
         """The P to try next, a multiple of 32, or None when the search is over."""
-        if self.late or (self.over is not None and self.over <= FIRST):
+        if self.late or (self.over is not None and self.over <= self.first):
             return None
         if self.best is None:
-            return FIRST
+            return self.first
         low = self.best.prompt
         if self.over is not None and self.over - low <= max(32, MARGIN * low):
             return None
@@ -90,18 +91,27 @@ def probe(options: argparse.Namespace, contract: str, prompt: int, budget: float
         "repeats": 1,
         "longest": None,
         "plot": None,
+        "hf": options.hf and str(options.hf),
     }
     shape |= {key: shape[key][:1] for key in ("response", "group", "concurrent")}
-    start = time.monotonic()
+    start, reported = time.monotonic(), 0.0
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, os.path.abspath(__file__), json.dumps(shape)]
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             while child.poll() is None:
                 seconds = time.monotonic() - start
-                over = (resident_set("VmRSS", child.pid) or 0) > budget + START_SLACK
+                now = resident_set("VmRSS", child.pid) or 0
+                over = now > budget + START_SLACK
                 if over or seconds > options.probe_seconds:
                     return Probe(prompt, None, seconds, late=not over)
+                if seconds - reported > REPORT_SECONDS:
+                    reported = seconds
+                    print(
+                        f"    P = {prompt}: {seconds:.0f} s, {now / GIB:.2f} GiB now",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 time.sleep(POLL_SECONDS)
         finally:
             child.kill()
@@ -114,10 +124,10 @@ def probe(options: argparse.Namespace, contract: str, prompt: int, budget: float
     return Probe(prompt, peak if peak <= budget else None, time.monotonic() - start)
 
 
-def search(options: argparse.Namespace, contract: str) -> Search:
+def search(options: argparse.Namespace, contract: str, first: int) -> Search:
     """Probe a contract until its limit is bracketed; every probe prints a line."""
     budget = options.longest * GIB
-    found = Search(contract, [])
+    found = Search(contract, first, [])
     while (prompt := found.next_prompt(budget)) is not None:
         result = probe(options, contract, prompt, budget)
         if result.late:
@@ -139,7 +149,10 @@ def longest(options: argparse.Namespace) -> int:
         )
         return 2
     try:
-        found = {contract: search(options, contract) for contract in options.contracts}
+        starts = options.start * len(options.contracts) if len(options.start) == 1 else options.start
+        if len(starts) != len(options.contracts) or min(starts) < 1:
+            raise UserError("--start: one prompt length for all of --contracts, or one for each, at least 1")
+        found = {c: search(options, c, first) for c, first in zip(options.contracts, starts, strict=True)}
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -151,7 +164,7 @@ def longest(options: argparse.Namespace) -> int:
     limits: dict[str, float] = {}
     for contract, result in found.items():
         if result.best is None:
-            print(f"  {contract:<14} not even {FIRST} tokens")
+            print(f"  {contract:<14} not even {result.first} tokens")
             continue
         limits[contract] = result.best.prompt
         line = f"  {contract:<14} {result.best.prompt:>8} tokens, measured ({(result.best.peak or 0) / GIB:.3f} GiB)"

@@ -22,7 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_common import MIB, ProcessPeak, add_model_arguments, run_window, trajectories, write_model
+from bench_common import (
+    MIB,
+    ProcessPeak,
+    add_model_arguments,
+    link_model,
+    run_window,
+    trajectories,
+    write_model,
+)
 from tqdm import tqdm
 
 from megatron_lrl.config import load_config
@@ -83,6 +91,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--probe-seconds", type=float, default=300, metavar="S",
         help="--longest: a window that takes longer ends the search of its contract",
     )  # fmt: skip
+    parser.add_argument(
+        "--start", type=int, nargs="+", default=[1024], metavar="P",
+        help="--longest: the first prompt tried, one for all of --contracts or one for each; four times it is next",
+    )  # fmt: skip
+    parser.add_argument(
+        "--step", action="store_true", help="whole updates: the optimizer's state is held, and it steps"
+    )
+    parser.add_argument(
+        "--hf", type=Path, metavar="DIR",
+        help="this model, whatever positions its config.json allows, instead of a random one",
+    )  # fmt: skip
     add_model_arguments(parser)
     parser.add_argument("--set", nargs="+", default=[], metavar="TABLE.KEY=VALUE", help="further settings")
     return parser.parse_args(arguments)
@@ -96,7 +115,7 @@ def measure(case: Case, run: Run, options: argparse.Namespace) -> None:
     run.runtime.barrier()
     with peak.measure():
         start, cpu_start = time.perf_counter(), time.process_time()
-        run_window(run, prompt_ids, responses, weights, case.contract, case.concurrent)
+        run_window(run, prompt_ids, responses, weights, case.contract, case.concurrent, options.step)
         case.seconds.append(time.perf_counter() - start)
         case.cpu_seconds.append(time.process_time() - cpu_start)
     case.saved = run.ledger.peak["replay"]
@@ -171,7 +190,11 @@ def plot(cases: Sequence[Case], path: Path) -> None:
 
 def bench(options: argparse.Namespace, folder: Path) -> str:
     """All cases on this rank. Raises `UserError` for settings that do not fit the model or the world."""
-    write_model(folder / "hf", options, max(options.prompt) + max(options.response))
+    positions = max(options.prompt) + max(options.response)
+    if options.hf:
+        options.vocab = link_model(folder / "hf", Path(options.hf), positions)
+    else:
+        write_model(folder / "hf", options, positions)
     (folder / "bench.toml").write_text("")
     settings = [f"model.hf={folder / 'hf'}", f"prefix.chunk_size={options.chunk}"]
     settings += [f"prefix.truncate_tokens={options.truncate}", *options.set]
@@ -182,7 +205,7 @@ def bench(options: argparse.Namespace, folder: Path) -> str:
     with runtime_scope(Layout(parallel.tp, parallel.cp, parallel.pp, parallel.ep)) as runtime:
         from megatron_lrl.lifetimes.run import open_run
 
-        with open_run(config, runtime, gradients=True) as run:
+        with open_run(config, runtime, gradients=True, optimizer=options.step) as run:
             for contract in options.contracts:  # touch the gradient buffers and load what loads lazily
                 measure(Case(contract, 16, 4, 1, 1), run, options)
             rounds = [case for _ in range(options.repeats) for case in cases]

@@ -6,7 +6,7 @@ document start moves the clock, neither padding nor micro-batches, packing, a pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class Clock:
@@ -29,6 +29,15 @@ class Clock:
     def to_boundary(self, position: int) -> int:
         """Tokens from this position to the next boundary, in [1, size]."""
         return self.size - position % self.size
+
+    def read_from(self, positions: Iterable[int]) -> frozenset[int]:
+        """Chunks whose own-layer keys and values tokens from any of these positions on read: the chunk before that of
+        the position and, in the middle of a chunk, the chunk itself."""
+        return frozenset(
+            chunk
+            for p in positions
+            for chunk in range(self.chunk(p) - 1, self.chunk(p) + (self.phase(p) > 0))
+        )
 
     def boundaries(self, start: int, stop: int) -> list[int]:
         """Boundaries strictly inside (start, stop)."""

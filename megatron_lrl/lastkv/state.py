@@ -24,7 +24,7 @@ from megatron_lrl.attention.segment import Block, segment_attention
 from megatron_lrl.lastkv.blend import blend
 from megatron_lrl.lastkv.clock import Clock
 from megatron_lrl.state.kv import KVLayer
-from megatron_lrl.state.pages import PageSlice, joined
+from megatron_lrl.state.pages import Page, PageSlice, joined
 from megatron_lrl.state.sequence import SequenceState
 
 
@@ -58,6 +58,7 @@ class LastKVState(SequenceState):
         self._near: dict[int, tuple[int, list[Block]]] = {}  # layer -> (open chunk, blocks), without autograd
         self._entered = -1  # the newest chunk whose older pages were merged
         self._adjoint_dtype: torch.dtype | None = None
+        self._refilled: list[Page] = []
 
     def rounds(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         return self.clock.rounds(self.counts, lengths)
@@ -145,6 +146,30 @@ class LastKVState(SequenceState):
                     assert self._adjoint_dtype is not None
                     grown += page.enable_adjoint(self._adjoint_dtype, page.constant)
         return grown
+
+    def restart(self, first: int, stop: int) -> Self:
+        chunks = {self.clock.chunk(max(counts)) for counts in self._counts_before[first:stop]}
+        # Pages cut as this state's are, so that it can take them.
+        return self.before(first, True, {c: n for c, n in (self._reserve or {}).items() if c in chunks})
+
+    def refill(self, again: SequenceState, first: int) -> None:
+        super().refill(again, first)
+        for number, layer in again.layers():
+            if number == self.last_layer:
+                continue
+            mine = self.layer(number)
+            assert layer.rounds is not None and mine.rounds is not None
+            for entries, anew in zip(mine.rounds[first:], layer.rounds, strict=False):
+                for entry, new in zip(entries, anew, strict=True):
+                    if entry.page.dropped:
+                        entry.page.refill(new.page)
+                        self._refilled.append(entry.page)
+
+    def forget(self, number: int) -> None:
+        super().forget(number)
+        for page in self._refilled:
+            page.drop()
+        self._refilled.clear()
 
     def _enable_layer(
         self, number: int, layer: KVLayer, dtype: torch.dtype, constants: Sequence[int], spare: bool
@@ -274,6 +299,11 @@ class LastKVState(SequenceState):
         oldest = chunk - 1
         if self.keep_from is not None:
             oldest = min(oldest, self.clock.chunk(self.keep_from) - 1)
+        if self.restarts is not None:
+            kept = self.clock.read_from(self.restarts)
+            for page in layer.own:
+                if oldest <= page.chunk < chunk - 1 and page.chunk not in kept and not page.dropped:
+                    page.drop()
         if any(page.chunk < oldest for page in layer.own):
             layer.own = [page for page in layer.own if page.chunk >= oldest]
             if layer.rounds is not None:

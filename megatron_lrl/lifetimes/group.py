@@ -24,7 +24,7 @@ from megatron_lrl.lifetimes.identity import Identity
 from megatron_lrl.lifetimes.kept import KeptGraphs, largest_over_replica
 from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.schedule import in_passes, run_schedule
-from megatron_lrl.lifetimes.snapshots import recurrent_bytes, snapshot_every, sweep_parts
+from megatron_lrl.lifetimes.snapshots import Part, Restarts, plan_restarts
 from megatron_lrl.state import SequenceState, advance
 from megatron_lrl.state.adjoint import add_adjoint
 from megatron_lrl.state.advance import token_layout
@@ -166,37 +166,45 @@ class PromptGroup:
             raise RuntimeError(f"group {self.name} cannot be swept: it is {self.phase.value}")
         if self._live:
             assert self.state is not None
-            live = [i for i, (low, _) in enumerate(self.spans()) if low >= self.live_from]
             meter = SavedBytes(self.run.core(self.model).parameters())
             with meter.measure():
-                for part in reversed(sweep_parts(live, self.state.snapshot_every)):
-                    self._refill_snapshots(part)
-                    for batch in in_passes(part[::-1], self.state, self.run):
+                for part in reversed(self.restarts().parts):
+                    refilled = self._refill(part)
+                    for batch in in_passes(part.advances[::-1], self.state, self.run):
                         self.state.collect_adjoints(batch[0], self.run.runtime.groups.pp)
                         steps = [partial(self._sweep_chunk, i) for i in batch]
                         run_schedule(self.run, self.model, steps, backward=True, state_only=True)
-                    self.state.forget_snapshots(part[0] + 1)
+                    self.state.forget(part.advances[0] + 1)
+                    self._hold(-refilled)
             self.run.ledger.observe_peak("replay", meter.peak)
         self.phase = GroupPhase.SWEPT
 
-    def _refill_snapshots(self, part: Sequence[int]) -> None:
-        """Run chunks forward once more where only the first of them has a snapshot of the recurrent states."""
+    def restarts(self) -> Restarts:
+        """How the prefix is swept: where from, and what is run forward again for it (prefix.snapshot_bytes)."""
+        core, layout = self.run.core(self.model), self.run.runtime.layout
+        budget, itemsize = self.run.config.prefix.snapshot_bytes, core.config.params_dtype.itemsize
+        starts = [low for low, _ in self.spans()]
+        return plan_restarts(starts, self.live_from, core.arch, layout, itemsize, budget, self.name)
+
+    def _refill(self, part: Part) -> int:
+        """Run chunks forward once more for what is not kept before each of them. Returns by how much the state grew."""
         assert self.state is not None
-        if self.state.snapshot_every == 1 or len(part) == 1:
-            return
-        again = self.state.before(part[0], log=True)
-        spans = self.spans()
+        if not part.again:
+            return 0
+        first, spans = part.advances[0], self.spans()
+        again = self.state.restart(first, part.again[-1] + 1)
 
         def feed(low: int, high: int, model: Any) -> tuple[Tensor, Any]:
             return advance(model, again, [self.prefix_ids[low:high]]), lambda _: None
 
         with torch.no_grad():
-            for batch in in_passes([partial(feed, *spans[i]) for i in part[:-1]], again, self.run):
-                run_schedule(self.run, self.model, batch, backward=False, state_only=True)
-                again.settle(self.run.runtime.groups.pp)
+            # What a pipeline's last stage hands out was handed out in the capture: all chunks at once fill the stages.
+            steps = [partial(feed, *spans[i]) for i in part.again]
+            run_schedule(self.run, self.model, steps, backward=False, state_only=True)
         before = self.state.nbytes
-        self.state.refill(again, part[0])
-        self.run.ledger.observe_peak("group", self.state.nbytes - before)
+        self.state.refill(again, first)
+        self._hold(grown := self.state.nbytes - before)
+        return grown
 
     def close(self) -> None:
         """Free the prefix and its adjoint; with ``replay.check_poison`` fill them with NaN first."""
@@ -245,12 +253,7 @@ class PromptGroup:
             keep_from=self.live_from if live else None,
         )
         if live:
-            self.state.snapshot_every = snapshot_every(
-                sum(low >= self.live_from for low, _ in spans),
-                recurrent_bytes(core.arch, self.run.runtime.layout, core.config.params_dtype.itemsize),
-                self.run.config.prefix.snapshot_bytes,
-                self.name,
-            )
+            self.state.restarts = self.restarts().positions
         if live and self.run.config.prefix.keep_graph_bytes and not self.state.sequential:
             slots = [token_layout(core, empty, [high - low]).local_slots for low, high in spans]
             first = next(i for i, (low, _) in enumerate(spans) if low >= self.live_from)

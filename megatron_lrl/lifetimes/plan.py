@@ -10,7 +10,7 @@ few chunks through a few layers (`plan_graphs`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,8 +25,8 @@ from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.plan_graphs import Graphs, Work, stage_kinds
 from megatron_lrl.lifetimes.plan_world import PlannedRuntime, planned_world, rehearsal
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.lifetimes.snapshots import recurrent_bytes, snapshot_every
-from megatron_lrl.models.build import build_model
+from megatron_lrl.lifetimes.snapshots import recurrent_bytes
+from megatron_lrl.models.build import configured_model
 from megatron_lrl.models.hf_config import ATTENTION, Architecture
 from megatron_lrl.runtime import DTYPES, Layout
 from megatron_lrl.settings import Config
@@ -40,7 +40,7 @@ class RankBytes:
     """Planned bytes of one rank.
 
     ``state`` (with the snapshots of recurrent states) and ``adjoint`` are those of one prompt under the contract;
-    ``sampling_state`` what sampling keeps of it; ``refilled`` the snapshots that a sweep makes again
+    ``sampling_state`` what sampling keeps of it; ``refilled`` what a sweep makes again at a time
     (prefix.snapshot_bytes). ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all
     micro-batches in flight, with what replayed responses keep resident between the rounds of their chunks (LastKV).
     """
@@ -86,14 +86,13 @@ class RankBytes:
 
 def planned_run(config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True) -> Run:
     """One rank's run as `open_run` makes it, inside a `rehearsal`. The optimizer's moments exist."""
-    dtype = DTYPES[config.model.dtype]
-    model: Any = build_model(arch, runtime, dtype, config.parallel.sequence_parallel)
+    model: Any = configured_model(config, arch, runtime)
     run = Run(config, runtime, arch, model, version=1)
     shard = optimizer and runtime.groups.dp_cp.size() > 1
     run.model = wrap_ddp(model, runtime, shard)
     if optimizer:
         if config.loss.kl_coef > 0:
-            run.reference = build_model(arch, runtime, dtype, config.parallel.sequence_parallel)
+            run.reference = configured_model(config, arch, runtime)
         run.optimizer, run.scheduler = build_optimizer(run.model, config, shard, gloo_groups=False)
         prime(run.optimizer)
     run.measure_run_bytes()
@@ -108,6 +107,7 @@ class Plan:
     ) -> None:
         self.run = planned_run(config, runtime, arch, optimizer)
         self._graphs = Graphs(self.run)
+        self._groups: dict[tuple[int, str], PromptGroup] = {}
 
     def bytes_of(self, work: Work, contract: str | None = None, recorded: bool = False) -> RankBytes:
         """Bytes of a window of this shape under a contract (default: the config's).
@@ -137,49 +137,91 @@ class Plan:
         if contract == "conventional" or prompt < 2:
             return 0, 0
         run, core = self.run, self.run.core(self.run.model)
-        group = PromptGroup(run, "plan", range(prompt), contract)
-        spans, live_from, empty = group.spans(), group.live_from, run.new_state(1)
-        local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
+        group = self._group(prompt, contract)
+        spans, live_from = group.spans(), group.live_from
+        local = self._local_tokens(spans)
         starts, layers = [low for low, _ in spans], self._attention_layers
         live = sum(n for n, low in zip(local, starts, strict=True) if low >= live_from)
         tokens, with_adjoint = layers * sum(local), layers * live
         if (lastkv := run.arch.lastkv) is not None:
             # The last layer's pages of every chunk on every stage; own-layer pages only of the newest chunks and of
-            # those that a sweep recomputes, whose adjoints exist for two chunks at a time.
+            # those that a sweep restarts from or recomputes, whose adjoints exist for two chunks at a time.
             chunks = [low // lastkv.chunk_size for low in starts]
-            oldest = min(chunks[-1], live_from // lastkv.chunk_size if live else chunks[-1]) - 1
             own_layers = layers - 1 if core.post_process else layers
-            own = sum(n for n, chunk in zip(local, chunks, strict=True) if chunk >= oldest)
+            kept = self._own_chunks(group)
+            own = sum(n for n, chunk in zip(local, chunks, strict=True) if chunk in kept)
             by_chunk = [0] * (chunks[-1] + 2)
             for n, low, chunk in zip(local, starts, chunks, strict=True):
                 by_chunk[chunk] += n if low >= live_from else 0
             pairs = max(a + b for a, b in pairwise(by_chunk))
             tokens, with_adjoint = sum(local) + own_layers * own, live + own_layers * pairs
         config = core.config
-        per_token = 2 * config.kv_channels * config.num_query_groups // config.tensor_model_parallel_size
         wide = accumulate_dtype(config.params_dtype)
-        state, adjoint = (
-            tokens * per_token * config.params_dtype.itemsize,
-            with_adjoint * per_token * wide.itemsize,
-        )
+        state = tokens * self._token_elements * config.params_dtype.itemsize
+        adjoint = with_adjoint * self._token_elements * wide.itemsize
         if not run.arch.hybrid:
             return state, adjoint
         # Recurrent layers: the newest state, and snapshots; the adjoint is one state, whatever the length.
-        snapshots = (
-            0 if not live else -(-self._live_chunks(group) // self._snapshot_every(group)) - (live_from == 0)
-        )
+        restarts = group.restarts()
+        snapshots = 0
+        if live:
+            every = [low for low in starts if low >= live_from]
+            snapshots = len(every if restarts.positions is None else restarts.positions) - (live_from == 0)
         state += self._recurrent_bytes(config.params_dtype) * (1 + snapshots)
         return state, adjoint + (self._recurrent_bytes(wide) if live else 0)
 
     def refilled(self, prompt: int, contract: str) -> int:
-        """Bytes of the snapshots that a sweep makes again at a time, where ``prefix.snapshot_bytes`` asks for few."""
-        if contract == "conventional" or prompt < 2 or not self.run.arch.hybrid:
+        """Bytes that a sweep makes again at a time, where ``prefix.snapshot_bytes`` asks for few restarts."""
+        if contract == "conventional" or prompt < 2 or not self.run.config.prefix.snapshot_bytes:
             return 0
-        group = PromptGroup(self.run, "plan", range(prompt), contract)
-        live = self._live_chunks(group)
-        return (
-            (min(self._snapshot_every(group), live) - 1) * self._recurrent_bytes(self._dtype) if live else 0
-        )
+        core, lastkv = self.run.core(self.run.model), self.run.arch.lastkv
+        group = self._group(prompt, contract)
+        spans = group.spans()
+        kept = None if lastkv is None else self._own_chunks(group)
+        most, own_layers = 0, self._attention_layers - core.post_process
+        for part in group.restarts().parts:
+            tokens = 0
+            if kept is not None and lastkv is not None:
+                again_spans = [spans[i] for i in part.again]
+                tokens = sum(
+                    self._local_tokens([s for s in again_spans if s[0] // lastkv.chunk_size not in kept])
+                )
+            again = len(part.again) * self._recurrent_bytes(self._dtype)
+            most = max(most, again + own_layers * tokens * self._token_elements * self._dtype.itemsize)
+        return most
+
+    def _group(self, prompt: int, contract: str) -> PromptGroup:
+        """A group that is never captured: it knows where its chunks lie. Its ids take no room, however many."""
+        if (prompt, contract) not in self._groups:
+            group = PromptGroup(self.run, "plan", (0,), contract)
+            group.prompt_ids = range(prompt)  # type: ignore[assignment]
+            self._groups[prompt, contract] = group
+        return self._groups[prompt, contract]
+
+    def _local_tokens(self, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """Tokens of captured chunks that lie on this rank."""
+        core, empty = self.run.core(self.run.model), self.run.new_state(1)
+        lengths = {high - low for low, high in spans}
+        local = {n: token_layout(core, empty, [n]).local_tokens for n in lengths}
+        return [local[high - low] for low, high in spans]
+
+    def _own_chunks(self, group: PromptGroup) -> Container[int]:
+        """LastKV chunks whose own-layer keys and values a captured prefix keeps."""
+        spans, lastkv, live_from = group.spans(), self.run.arch.lastkv, group.live_from
+        assert lastkv is not None
+        newest = spans[-1][0] // lastkv.chunk_size
+        if live_from >= spans[-1][1]:
+            return range(newest - 1, newest + 1)
+        kept = group.restarts().kept_chunks
+        if kept is None:
+            return range(live_from // lastkv.chunk_size - 1, newest + 1)
+        return kept | {newest - 1, newest}
+
+    @property
+    def _token_elements(self) -> int:
+        """Of the keys and values of one token in one layer."""
+        config = self.run.core(self.run.model).config
+        return 2 * config.kv_channels * config.num_query_groups // config.tensor_model_parallel_size
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -195,15 +237,6 @@ class Plan:
         """One state of this stage's recurrent layers."""
         runtime = self.run.runtime
         return recurrent_bytes(self.run.arch, runtime.layout, dtype.itemsize, runtime.pp_rank)
-
-    def _live_chunks(self, group: PromptGroup) -> int:
-        return sum(low >= group.live_from for low, _ in group.spans())
-
-    def _snapshot_every(self, group: PromptGroup) -> int:
-        """As the group decides it: by the stage that has most recurrent layers."""
-        most = recurrent_bytes(self.run.arch, self.run.runtime.layout, self._dtype.itemsize)
-        budget = self.run.config.prefix.snapshot_bytes
-        return snapshot_every(self._live_chunks(group), most, budget, group.name)
 
 
 @contextmanager

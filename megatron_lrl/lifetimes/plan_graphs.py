@@ -5,7 +5,8 @@
     one more of a kind    D D A     A D A          each further layer of a kind adds what one adds
 
 A graph does not depend on what is resident, so a prompt of a few chunks gives the peaks of a long one. Only a
-conventional pass, whose graph is the whole sequence, is run at full length; it is one pass, whatever the length.
+conventional pass, whose graph is the whole sequence, is run at full length; it is one pass, whatever the length. Under
+LastKV both take a pass for every LastKV chunk, so many are extrapolated from few.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import torch
 
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.ledger import Ledger
 from megatron_lrl.lifetimes.replay import Branch, Replay, batches_of
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.models.build import build_model
+from megatron_lrl.models.build import configured_model
 from megatron_lrl.models.hf_config import Architecture
-from megatron_lrl.runtime import DTYPES
+
+_FEW_CHUNKS = 4
+"""LastKV chunks from which on a response (or a conventional prompt) takes the same for every further one."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,26 @@ class Peaks(NamedTuple):
 
     replay: int
     sweep: int
+
+
+class _Parts(NamedTuple):
+    """Bytes: saved for backward by a replay, held by its responses between rounds, saved for backward by the sweep."""
+
+    graph: int
+    held: int
+    sweep: int
+
+
+class _PartsLedger(Ledger):
+    """Tells graphs from what is held beside them."""
+
+    graph = 0
+
+    def observe_peak(self, lifetime: str, nbytes: int) -> None:
+        if lifetime == "replay":
+            self.graph = max(self.graph, self.live[lifetime] + nbytes)
+        else:
+            super().observe_peak(lifetime, nbytes)
 
 
 class Kind(NamedTuple):
@@ -80,6 +104,7 @@ class Graphs:
         self._kinds = stage_kinds(run.arch, run.runtime.layout.pp, run.runtime.pp_rank)
         self._runs: dict[tuple[Kind, ...], Run] = {self._kinds: run}
         self._found: dict[tuple[str, Work], Peaks] = {}
+        self._sweeps: dict[tuple[tuple[Kind, ...], str, int], int] = {}
 
     @property
     def in_flight(self) -> int:
@@ -103,16 +128,43 @@ class Graphs:
         return self._found[contract, short]
 
     def _rehearse(self, kinds: tuple[Kind, ...], contract: str, work: Work) -> Peaks:
+        """A pass over layers of these kinds."""
+        parts = self._parts(kinds, contract, work)
+        return Peaks(max(parts.graph, parts.held), parts.sweep)
+
+    def _parts(self, kinds: tuple[Kind, ...], contract: str, work: Work) -> _Parts:
+        """What the pass takes. Many LastKV chunks are few and a straight line: every further one adds the same."""
+        if (lastkv := self.run.arch.lastkv) is not None:
+            for size in ("prompt", "response") if contract == "conventional" else ("response",):
+                tokens = getattr(work, size)
+                further = tokens // lastkv.chunk_size - _FEW_CHUNKS
+                if further > 1:
+                    few, one_more = (
+                        self._parts(kinds, contract, replace(work, **{size: tokens - n * lastkv.chunk_size}))
+                        for n in (further, further - 1)
+                    )
+                    line = zip(few, one_more, strict=True)
+                    return _Parts(*(first + further * (second - first) for first, second in line))
+        return self._measured(kinds, contract, work)
+
+    def _measured(self, kinds: tuple[Kind, ...], contract: str, work: Work) -> _Parts:
         run = self._with_layers(kinds)
         branches = [Branch(BranchKey("plan", i), (0,) * work.response) for i in range(work.group)]
         batches = batches_of(branches, work.concurrent)
-        run.ledger.start_window()
-        with PromptGroup(run, "plan", (0,) * work.prompt, contract) as group:
-            Replay(group).gradient(batches, [_no_loss] * len(batches))
-            replay = run.ledger.peak["replay"]
-            run.ledger.start_window()
-            group.sweep()
-            return Peaks(replay, run.ledger.peak["replay"])
+        before, run.ledger = run.ledger, _PartsLedger()
+        try:
+            with PromptGroup(run, "plan", (0,) * work.prompt, contract) as group:
+                Replay(group).gradient(batches, [_no_loss] * len(batches))
+                graph, held = run.ledger.graph, run.ledger.peak["replay"]
+                # A sweep knows the prompt, not what was replayed.
+                swept = kinds, contract, work.prompt
+                if swept not in self._sweeps:
+                    run.ledger.graph = 0
+                    group.sweep()
+                    self._sweeps[swept] = run.ledger.graph
+                return _Parts(graph, held, self._sweeps[swept])
+        finally:
+            run.ledger = before
 
     def _with_layers(self, kinds: tuple[Kind, ...]) -> Run:
         """A run whose every stage has these layers."""
@@ -124,8 +176,7 @@ class Graphs:
                 mixers=tuple(kind.mixer for kind in kinds) * pp,
                 moe_layers=tuple(kind.sparse for kind in kinds) * pp,
             )
-            dtype = DTYPES[run.config.model.dtype]
-            model = build_model(arch, run.runtime, dtype, run.config.parallel.sequence_parallel)
+            model = configured_model(run.config, arch, run.runtime)
             self._runs[kinds] = Run(run.config, run.runtime, arch, model, version=1)
         return self._runs[kinds]
 

@@ -36,7 +36,8 @@ from megatron_lrl.settings import Config
 GIB = 2**30
 DEFAULT_PROMPT = 32768
 NO_LIMIT = 1_000_000
-"""A response count or length that nothing but time limits."""
+"""A number of responses that nothing but time limits."""
+_FURTHER = 8
 
 
 @dataclass(frozen=True)
@@ -151,18 +152,20 @@ def largest(total: Callable[[int], int], guess: int, budget: int, cap: int) -> i
         slope = (high_total - low_total) / (high - low)
         low, low_total = high, high_total
         further = cap if slope <= 0 else high + int((budget - high_total) / slope) + 1
-        high = min(cap, max(further, high + 1))
+        # What is far beyond the answer takes long to evaluate, and the line so far may be another part's.
+        high = min(cap, max(further, high + 1), _FURTHER * high)
     if high >= cap:
         high = cap
         if total(cap) <= budget:
             return cap
     high_total = total(high)
-    side = 0
+    side = 0  # how often in a row a point fitted (or, negative, did not)
     while high - low > 1:
-        step = (high - low) * (budget - low_total) / max(1, high_total - low_total)
-        middle = min(high - 1, max(low + 1, low + int(step)))
-        if side in (3, -3):  # the line is bent: halve
-            middle, side = (low + high) // 2, 0
+        middle = low + int((high - low) * (budget - low_total) / max(1, high_total - low_total))
+        # The line is bent, and padding makes it a staircase: step over what one end would creep along.
+        over = min(4 ** max(0, abs(side) - 1), (high - low) // 2)
+        middle = max(middle, low + over) if side > 0 else min(middle, high - over)
+        middle = min(high - 1, max(low + 1, middle))
         middle_total = total(middle)
         if middle_total <= budget:
             low, low_total, side = middle, middle_total, max(1, side + 1)
@@ -191,10 +194,16 @@ def _text(config: Config, arch: Architecture, request: Request, stages: Sequence
             "",
             f"fits {request.budget / GIB:.1f} GiB, one size changed at a time:",
         ]
-        for name in ("P", "R", "G", "K"):
+        # What bounds a size besides memory: positions of the model, nothing, the group.
+        ends = {
+            "P": (arch.max_positions - work.response, " (all positions)"),
+            "R": (arch.max_positions - work.prompt, " (all positions)"),
+            "G": (NO_LIMIT, " or more"),
+            "K": (work.group, " (the whole group)"),
+        }
+        for name, (end, remark) in ends.items():
             value = min(s.limits[name] for s in stages)
-            shown = "any number" if value >= NO_LIMIT else str(value) if value else "nothing fits"
-            lines.append(f"  largest {name}  {shown}")
+            lines.append(f"  largest {name}  {value or 'nothing fits'}{remark if value == end else ''}")
     lines += ["", *_break_even(config, arch, request, stages)]
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ run: collectives of meta tensors talk to nobody.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -32,6 +33,7 @@ from megatron.core.utils import GlobalMemoryBuffer  # noqa: E402
 
 from megatron_lrl.lifetimes import schedule  # noqa: E402
 from megatron_lrl.lifetimes.plan_layers import PlannedDeltaRule, even_dispatch, shapes_of_blocks  # noqa: E402
+from megatron_lrl.lifetimes.plan_memo import ShapeMemo  # noqa: E402
 from megatron_lrl.recurrent import delta_rule  # noqa: E402
 
 T = TypeVar("T")
@@ -101,6 +103,10 @@ class _OnMeta(TorchDispatchMode):
 
     _kinds: dict[Any, tuple[bool, bool]] = {}  # noqa: RUF012 - schemas do not change
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._memo = ShapeMemo()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in self._kinds:
@@ -110,7 +116,7 @@ class _OnMeta(TorchDispatchMode):
         has_device, reads_tensors = self._kinds[func]
         if has_device and (not reads_tensors or kwargs.get("device") is not None):
             kwargs = {**kwargs, "device": META}
-        return func(*args, **kwargs)
+        return self._memo.call(func, args, kwargs)
 
 
 @contextmanager
@@ -132,6 +138,9 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
         everyone[:] = [mine] * len(everyone)
 
     with ExitStack() as stack:
+        # Passes make and free many small objects: what is there already need not be searched for cycles each time.
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         stack.enter_context(_replaced(torch.Tensor, "type", type_name))
         stack.enter_context(_replaced(dist, "all_gather_object", gather_alone))
         # Megatron-Core keeps gathered activations in one buffer for good: a real one must not come in, nor a
@@ -185,7 +194,7 @@ def _receive(core: Any, _args: Any, kwargs: dict[str, Any]) -> None:
     slots = kwargs["input_ids"].shape[1] // (
         config.tensor_model_parallel_size if config.sequence_parallel else 1
     )
-    hidden = torch.empty(slots, 1, config.hidden_size, dtype=config.params_dtype)
+    hidden = torch.empty(slots, 1, config.hidden_size, dtype=config.pipeline_dtype)
     core.set_input_tensor([hidden.requires_grad_(torch.is_grad_enabled())])
 
 

@@ -14,8 +14,7 @@ import torch
 
 from megatron_lrl.checkpoint.rng_state import pack_rng, unpack_rng
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
-from megatron_lrl.models.build import build_model
-from megatron_lrl.runtime import DTYPES
+from megatron_lrl.models.build import configured_model
 
 if TYPE_CHECKING:
     from megatron_lrl.lifetimes.run import Run
@@ -47,8 +46,7 @@ def reopen(run: Run) -> None:
 
 def _rebuilt(run: Run, old: Any) -> Any:
     """A model like ``old`` with its parameters and buffers."""
-    config = run.config
-    new = build_model(run.arch, run.runtime, DTYPES[config.model.dtype], config.parallel.sequence_parallel)
+    new = configured_model(run.config, run.arch, run.runtime)
     new.load_state_dict(old.state_dict())
     return new
 

@@ -24,9 +24,9 @@ from megatron_lrl.lifetimes.optim import build_optimizer, gradient_buffers, wrap
 from megatron_lrl.lifetimes.routing import RoutingTotals, check_routing, routing_policy
 from megatron_lrl.lifetimes.schedule import PipelineUse
 from megatron_lrl.lifetimes.window import UpdateWindow
-from megatron_lrl.models.build import PolicyModel, build_model, check_layout
+from megatron_lrl.models.build import PolicyModel, check_layout, configured_model
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
-from megatron_lrl.runtime import DTYPES, Runtime
+from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
 from megatron_lrl.state import SequenceState
 
@@ -81,7 +81,8 @@ class Run:
             count=len(prefix_ids),
             attention=self.arch.attention,
             rope=str(self.arch.rope.to_dict()),
-            precision=self.config.model.dtype,
+            precision=self.config.model.dtype
+            + (", float32 residuals" if core.config.fp32_residual_connection else ""),
             routing=routing_policy(self.arch, self.config),
             layout=f"tp{layout.tp} cp{layout.cp} pp{layout.pp} ep{layout.ep} sp{int(core.config.sequence_parallel)}",
         )
@@ -196,7 +197,7 @@ def load_policy(config: Config, runtime: Runtime, arch: Architecture) -> PolicyM
     Where ``arch`` has LastKV gates and the source none, they start at ``lastkv.gate_init``.
     """
     gate_init = None if arch.lastkv is None else config.lastkv.gate_init
-    model = build_model(arch, runtime, DTYPES[config.model.dtype], config.parallel.sequence_parallel)
+    model = configured_model(config, arch, runtime)
     if config.model.checkpoint is not None:
         load_checkpoint_weights(model, arch, config.model.checkpoint, runtime, gate_init)
     else:

@@ -17,7 +17,8 @@ from megatron_lrl import platform_cpu
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.architecture import GDN, Architecture
 from megatron_lrl.models.layout_check import check_layout
-from megatron_lrl.runtime import Layout, Runtime
+from megatron_lrl.runtime import DTYPES, Layout, Runtime
+from megatron_lrl.settings import Config
 
 platform_cpu.install()
 
@@ -52,10 +53,16 @@ def use_transformer_engine() -> bool:
 
 
 def transformer_config(
-    arch: Architecture, layout: Layout, dtype: torch.dtype, sequence_parallel: bool | None = None
+    arch: Architecture,
+    layout: Layout,
+    dtype: torch.dtype,
+    sequence_parallel: bool | None = None,
+    residual_dtype: torch.dtype | None = None,
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture in this layout."""
     check_layout(arch, layout)
+    # Megatron-Core's setting casts to float32 whatever the model: it is for narrower models alone.
+    wide_residual = residual_dtype == torch.float32 and dtype == torch.bfloat16
     if arch.moe is not None and layout.tp > 1 and sequence_parallel is False:
         raise UserError(
             f"parallel.sequence_parallel = false: with experts and parallel.tp = {layout.tp} each tp rank routes "
@@ -81,7 +88,8 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=torch.float32 if wide_residual else dtype,
+        fp32_residual_connection=wide_residual,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -192,8 +200,8 @@ def stage_spec(
     """The layers of one pipeline stage and the final norm."""
     count = arch.num_layers // stages
     layers = [layer_spec(arch, transformer_engine, i) for i in range(stage * count, (stage + 1) * count)]
-    final = TESpecProvider().layer_norm() if transformer_engine else RMSNorm
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final)
+    # Passes without a head hand the final norm no rows, which Transformer Engine's kernels refuse.
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 class PolicyModel(GPTModel):
@@ -208,7 +216,9 @@ class PolicyModel(GPTModel):
         pg_collection: Any,
         device: torch.device,
     ) -> None:
-        transformer_engine = use_transformer_engine() and device.type == "cuda"
+        # Transformer Engine has no float64.
+        wide = config.params_dtype == torch.float64
+        transformer_engine = use_transformer_engine() and device.type == "cuda" and not wide
         spec = stage_spec(
             arch, config.pipeline_model_parallel_size, pg_collection.pp.rank(), transformer_engine
         )
@@ -237,18 +247,20 @@ def build_model(
     runtime: Runtime,
     dtype: torch.dtype,
     sequence_parallel: bool | None = None,
+    residual_dtype: torch.dtype | None = None,
 ) -> PolicyModel:
     """This rank's stage of the model, uninitialised parameters of ``dtype`` on the runtime's device.
 
-    ``sequence_parallel``: None turns it on whenever tp > 1. Raises `UserError` if the layout does not fit the
-    model.
+    ``sequence_parallel``: None turns it on whenever tp > 1. ``residual_dtype``: of the stream between layers and
+    stages; None is ``dtype``, float32 has an effect in a bfloat16 model. Raises `UserError` if the layout does not fit
+    the model.
     """
     if arch.attention_output_bias and use_transformer_engine():
         raise UserError(
             "attention_bias = true: a bias on the attention output projection is not supported with "
             "Transformer Engine"
         )
-    config = transformer_config(arch, runtime.layout, dtype, sequence_parallel)
+    config = transformer_config(arch, runtime.layout, dtype, sequence_parallel, residual_dtype)
     model = PolicyModel(
         arch,
         config,
@@ -261,3 +273,10 @@ def build_model(
     return (
         model if placed else model.to(runtime.device)
     )  # a planned model's (fake) parameters cannot be moved
+
+
+def configured_model(config: Config, arch: Architecture, runtime: Runtime) -> PolicyModel:
+    """`build_model` with a run's dtypes and sequence parallelism."""
+    dtype = DTYPES[config.model.dtype]
+    residual_dtype = None if config.model.residual_dtype == "model" else DTYPES[config.model.residual_dtype]
+    return build_model(arch, runtime, dtype, config.parallel.sequence_parallel, residual_dtype)

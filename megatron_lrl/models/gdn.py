@@ -15,6 +15,7 @@ this rank (cx: after the exchange); n key heads, h value heads; k, v head dims; 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -168,7 +169,7 @@ def _batched(x_M: Tensor, layout: TokenLayout) -> Tensor:
     if min(lengths) == longest:
         return x_M[: layout.tokens].unflatten(0, (len(lengths), longest))
     padded = torch.cat([x_M[: layout.tokens], x_M.new_zeros(1, *x_M.shape[1:])])
-    return padded[_places(layout, longest).to(x_M.device)]
+    return padded[_places(layout, longest, x_M.device)]
 
 
 def _flat(x_bt: Tensor, layout: TokenLayout, slots: int) -> Tensor:
@@ -177,19 +178,27 @@ def _flat(x_bt: Tensor, layout: TokenLayout, slots: int) -> Tensor:
     longest = max(lengths)
     flat = x_bt.flatten(0, 1)
     if min(lengths) != longest:
-        index = [b * longest + i for b, length in enumerate(lengths) for i in range(length)]
-        flat = flat.index_select(0, torch.tensor(index, device=flat.device))
+        flat = flat.index_select(0, _kept(lengths, flat.device))
     if flat.shape[0] == slots:
         return flat
     return torch.cat([flat, flat.new_zeros(slots - flat.shape[0], *flat.shape[1:])])
 
 
-def _places(layout: TokenLayout, longest: int) -> Tensor:
+@lru_cache(maxsize=16)  # the same for every layer of a pass, forward and backward
+def _places(layout: TokenLayout, longest: int, device: torch.device) -> Tensor:
     """[b, t] flat slot of each branch's tokens; the slot behind the last token stands for padding."""
     index = torch.full((len(layout.lengths), longest), layout.tokens)
     for b, (offset, length) in enumerate(zip(layout.offsets, layout.lengths, strict=False)):
         index[b, :length] = torch.arange(offset, offset + length)
-    return index
+    return index.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def _kept(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[N] which places of the padded batch, flat, hold tokens."""
+    longest = max(lengths)
+    index_N = torch.tensor([b * longest + i for b, n in enumerate(lengths) for i in range(n)])
+    return index_N.to(device, non_blocking=True)
 
 
 def gdn_spec(arch: Any, transformer_engine: bool) -> ModuleSpec:

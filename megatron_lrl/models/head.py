@@ -195,7 +195,8 @@ class LogprobHead:
         return torch.cat(self._indices)
 
     def __call__(self, hidden_smh: Tensor, layout: TokenLayout, model: Any) -> Tensor:
-        rows_S, target_S, index_S = (x.to(hidden_smh.device) for x in self.targets.local(layout))
+        device = hidden_smh.device
+        rows_S, target_S, index_S = (x.to(device, non_blocking=True) for x in self.targets.local(layout))
         self._indices.append(index_S)
         # Rows are selected even when there are none, so that every rank takes part in the backward's collectives.
         hidden_SH = all_rows(hidden_smh, model).index_select(0, rows_S)

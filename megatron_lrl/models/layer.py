@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -26,9 +27,22 @@ class GatedSelfAttention(SelfAttention):
         return x * torch.sigmoid(gate.reshape(x.shape))
 
 
+class Narrow(IdentityOp):
+    """Hands a float32 residual stream on in the parameters' dtype, where a fused module norms its own input."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.to(self.dtype)
+
+
 class PolicyLayer(TransformerLayer):
     """Megatron-Core's layer; the model's last one stops at its keys and values if nothing reads further.
 
+    With ``config.fp32_residual_connection`` the layer's input and output are float32 and its norms hand on the
+    parameters' dtype; Megatron-Core adds up in float32 and sends float32 between pipeline stages.
     With ``sandwich_norm`` the outputs of attention and MLP are normed before they join the residual.
     """
 
@@ -36,6 +50,10 @@ class PolicyLayer(TransformerLayer):
         self, config: Any, submodules: Any, *args: Any, sandwich_norm: Any = None, **kwargs: Any
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
+        if config.fp32_residual_connection:
+            for name in ("input_layernorm", "pre_mlp_layernorm"):
+                if isinstance(getattr(self, name), IdentityOp):  # Transformer Engine's fused modules norm
+                    setattr(self, name, Narrow(config.params_dtype))
         if sandwich_norm is not None:
             size = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
             self.post_self_attn_layernorm = sandwich_norm(config=config, **size)

@@ -133,7 +133,7 @@ def _pass(
     """One pass over the model."""
     layout = token_layout(core, state, [len(branch) for branch in tokens])
     device = core.rotary_pos_emb.inv_freq.device
-    flat = torch.cat([torch.as_tensor(branch, dtype=torch.long) for branch in tokens]).to(device)
+    flat = torch.cat([torch.as_tensor(branch, dtype=torch.long) for branch in tokens])
     hook = None if routing is None else routing.begin(layout, core)
     context = AdvanceContext(
         state, layout, core.pg_collection.cp, device, state_only=head is None, routing=hook
@@ -143,7 +143,7 @@ def _pass(
         return hidden_states if head is None else head(hidden_states, layout, core)
 
     output = model(
-        input_ids=layout.slice_local(flat).unsqueeze(0),
+        input_ids=layout.slice_local(flat).to(device, non_blocking=True).unsqueeze(0),
         position_ids=None,
         attention_mask=None,
         packed_seq_params=context,

@@ -61,6 +61,7 @@ class Page:
         self.branch, self.branches, self.length = piece.branch, piece.branches, piece.length
         self.chunk = chunk
         self.writable = capacity > 0
+        self.dropped = False
         self.adjoint: Adjoint | None = None
         self.constant = 0  # tokens at the front that stay constant when there is an adjoint
         if self.writable:
@@ -87,9 +88,20 @@ class Page:
         self.v_bhtd[:, :, self.length : end] = v_bhtd
         self.length = end
 
+    def drop(self) -> None:
+        """Free the keys and values; where they were is remembered, for `refill`."""
+        self.k_bhtd, self.v_bhtd = (room_for(x, 0) for x in (self.k_bhtd, self.v_bhtd))
+        self.dropped = True
+
+    def refill(self, again: Page) -> None:
+        """Take the keys and values of a page into which the same tokens were written anew."""
+        if (again.length, again.branch, again.branches) != (self.length, self.branch, self.branches):
+            raise ValueError(f"a page of {self.length} tokens cannot be filled with {again.length} others")
+        self.k_bhtd, self.v_bhtd, self.dropped = again.k_bhtd, again.v_bhtd, False
+
     def select(self, rows: list[int], branch: int) -> None:
         """Keep these rows, the first of which becomes ``branch``; they stay neighbours."""
-        index = torch.tensor(rows, device=self.k_bhtd.device)
+        index = torch.tensor(rows).to(self.k_bhtd.device, non_blocking=True)
         self.k_bhtd, self.v_bhtd = (x.index_select(0, index) for x in (self.k_bhtd, self.v_bhtd))
         self.branch, self.branches = branch, len(rows)
 
@@ -120,16 +132,27 @@ class PageSlice:
         return self.page.chunk
 
     def blocks(self) -> list[Block]:
-        """What attention sees: a constant block, a block with its adjoint, or (where only the end is live) both."""
+        """What attention sees: a constant block, a block with its adjoint, or (where only the end is live) both.
+
+        Without autograd nothing is added to an adjoint: all is one constant block.
+        """
         page = self.page
-        cuts = [(0, self.stop)] if page.adjoint is None else [(0, page.constant), (page.constant, self.stop)]
+        if page.dropped:
+            raise RuntimeError(
+                f"keys and values of chunk {page.chunk} were dropped: no restart of a sweep needs them"
+            )
+        if page.adjoint is None or not torch.is_grad_enabled():
+            k, v = page.k_bhtd[:, :, : self.stop], page.v_bhtd[:, :, : self.stop]
+            return [Block(k, v, self.shared, page.branch)] if self.stop else []
+        cuts = [(0, page.constant), (page.constant, self.stop)]
         return [self._block(low, min(high, self.stop)) for low, high in cuts if low < min(high, self.stop)]
 
     def _block(self, low: int, high: int) -> Block:
         page = self.page
         k, v = page.k_bhtd[:, :, low:high], page.v_bhtd[:, :, low:high]
-        if page.adjoint is None or high <= page.constant:
+        if high <= page.constant:
             return Block(k, v, self.shared, page.branch)
+        assert page.adjoint is not None
         rows = slice(low - page.constant, high - page.constant)
         adjoint = Adjoint(page.adjoint.dk_bhtd[:, :, rows], page.adjoint.dv_bhtd[:, :, rows])
         return Block(k, v, self.shared, page.branch, adjoint)

@@ -80,7 +80,7 @@ class RecurrentLayer:
     def keep(self, branches: Sequence[int]) -> None:
         """Drop all branches but these; only without autograd."""
         if self.now is not None:
-            index = torch.tensor(branches, device=self.now.tail_bcw.device)
+            index = torch.tensor(branches).to(self.now.tail_bcw.device, non_blocking=True)
             self.now = Snapshot(*(x.index_select(0, index) for x in self.now))
 
     def enable_adjoint(self, dtype: torch.dtype, first_live: int) -> int:

@@ -59,8 +59,8 @@ class SequenceState:
         self._reserve, self._log = reserve, log
         self._growing = False  # tokens come one by one: pages get spare capacity
         self._counts_before: list[tuple[int, ...]] = []  # counts before each advance
-        self.snapshot_every = 1  # advances per snapshot of recurrent states, from `keep_from` on
-        self._live_advances = 0
+        self.restarts: frozenset[int] | None = None
+        """Positions that a sweep goes back to directly (None: every advance from `keep_from` on); set before growth."""
 
     @property
     def branches(self) -> int:
@@ -141,20 +141,20 @@ class SequenceState:
     def recur(self, number: int, snapshot: Snapshot) -> None:
         """Recurrent layer ``number`` has processed the tokens of the advance under way."""
         wanted = self.keep_from is not None and self.counts[0] >= self.keep_from
-        self.recurrent(number).commit(
-            snapshot, keep=wanted and self._live_advances % self.snapshot_every == 0
-        )
+        wanted = wanted and (self.restarts is None or self.counts[0] in self.restarts)
+        self.recurrent(number).commit(snapshot, keep=wanted)
+
+    def restart(self, first: int, stop: int) -> Self:
+        """This state `before` advance ``first``, to be advanced through all up to ``stop`` once more for `refill`."""
+        return self.before(first, log=True)
 
     def refill(self, again: SequenceState, first: int) -> None:
-        """Take the snapshots of ``again``: this state `before` advance ``first``, logged, and advanced once more.
-
-        With ``snapshot_every`` > 1, `before` can otherwise go back only to advances that have a snapshot.
-        """
+        """Take from ``again``, made by `restart` and advanced, what `before` needs between two ``restarts``."""
         for key, layer in again.recurrent_layers():
             self.recurrent(key).fill(layer, first)
 
-    def forget_snapshots(self, number: int) -> None:
-        """Drop the snapshots of advances from ``number`` on."""
+    def forget(self, number: int) -> None:
+        """Drop what `refill` took, when advances from ``number`` on were swept."""
         for layer in self._recurrent.values():
             layer.forget(number)
 
@@ -186,13 +186,14 @@ class SequenceState:
         child._parent, child._growing = self, not log
         return child
 
-    def before(self, number: int, log: bool = False) -> Self:
+    def before(self, number: int, log: bool = False, reserve: Mapping[int, int] | None = None) -> Self:
         """This state as it was before its advance ``number`` (the number of advances so far: as it is).
 
         Growing it leaves this state alone; it dies with this state.
         """
         self._check_readable()
         state = self._empty(self.branches, 0, log)
+        state._reserve = reserve
         state.counts = list([*self._counts_before, self.counts][number])
         state._parent = self
         for key, layer in self._layers.items():
@@ -273,7 +274,6 @@ class SequenceState:
         """Count tokens that every layer has processed."""
         if self._log:
             self._counts_before.append(tuple(self.counts))
-            self._live_advances += self.keep_from is not None and self.counts[0] >= self.keep_from
         self.counts = [count + length for count, length in zip(self.counts, lengths, strict=True)]
 
     def check_open(self) -> None:

@@ -114,7 +114,9 @@ def test_grad_in_float64(asked: Asked, runtime: Runtime, models: Path, oracle: A
         check_gates(ours, blend)
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=in_world)
+@pytest.mark.parametrize(
+    "world", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)], ids=in_world
+)
 def test_grad_in_every_world(world: World, models: Path, oracle: Any, tmp_path: Path, report: Any) -> None:
     cases, outs = [], []
     for i, asked in enumerate(SPREAD):

@@ -6,14 +6,17 @@ captured up to each prompt end around the boundaries (C−1, C, C+1, 2C, 2C+1, a
 and larger than C that divide nothing, and fed on by a fork in parts that cross several boundaries, and one by one.
 Ragged responses of a group, whose last fed tokens stand before, on and after a boundary, are scored together through
 `Replay` and held against the chunk-parallel oracle (which tests/oracle holds against the token-by-token one).
-Not shown: gradients, other layouts (test_lastkv_grad, test_lastkv_sampler). The float32 bar holds for `llama` only:
-what a recurrence of L layers a chunk makes of rounding depends on the weights, and on the random `qwen3` with C = 1 a
-plain float32 implementation misses it by itself (4.7e-5); both errors are reported there.
+Not shown: gradients, other layouts (test_lastkv_grad, test_lastkv_sampler); the float32 bar for `qwen3`: how far
+float32 is from float64 depends on what a recurrence of L layers a chunk makes of rounding. With C = 1, a recurrence a
+token, moving the embeddings by half a float32 ulp moves a plain float32 implementation of `qwen3` to between 2.5e-5
+and 1.1e-4 of float64, and no draw meets 2e-5. So `qwen3` is held to a plain implementation over such draws: to twice
+its largest error in every shape, and with C = 1 draw by draw to the same distribution.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -55,6 +58,25 @@ def fed(run: Run, ids: tuple[int, ...], prompt: int, capture: int, step: int) ->
     return torch.cat(parts, dim=-1).T
 
 
+def moved(embedding_VH: Tensor, draw: int) -> Tensor:
+    """Embeddings of an untied model, each element moved by half a float32 ulp at most."""
+    noise = torch.rand(embedding_VH.shape, generator=torch.Generator().manual_seed(draw))
+    return embedding_VH * (1 + 2.0**-24 * (2 * noise - 1))
+
+
+@torch.no_grad()
+def plain_errors(
+    hf: Path, chunk: int, blend: bool, ids: tuple[int, ...], oracle: Tensor, draws: int
+) -> list[float]:
+    """Largest errors of logits that a plain float32 implementation makes, with each draw of the embeddings."""
+    name, errors = "model.embed_tokens.weight", []
+    for draw in range(draws):
+        model = ChunkParallel(hf, None, chunk, blend, torch.float32)
+        model.weights[name] = moved(model.weights[name], draw)
+        errors.append(float((model.forward_chunks(ids) - oracle).abs().max()))
+    return errors
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=named)
 def test_logits_follow_the_definition(
     shape: tuple[int, bool], runtime: Runtime, models: Path, report: Any
@@ -65,12 +87,7 @@ def test_logits_follow_the_definition(
     for case in ("llama", "qwen3"):
         hf = write_lastkv(models, case, chunk, blend)
         oracle = TokenByToken(hf, None, chunk, blend).forward_all(ids)
-        plain_32 = float(
-            (ChunkParallel(hf, None, chunk, blend, torch.float32).forward_chunks(ids) - oracle)
-            .detach()
-            .abs()
-            .max()
-        )
+        plain = plain_errors(hf, chunk, blend, ids, oracle, draws=8)
         for dtype in ("float64", "float32"):
             worst = 0.0
             with lastkv_run(runtime, hf, f"model.dtype={dtype}") as run:
@@ -81,10 +98,32 @@ def test_logits_follow_the_definition(
             found[case, dtype] = worst
             if dtype == "float64" or case == "llama":
                 assert worst <= (BAR_64 if dtype == "float64" else BAR_32), (case, dtype, worst)
+            assert worst <= 2 * max(plain), (case, dtype, worst, plain)
         report(
-            f"{case}: max error fp64, fp32, plain fp32",
-            f"{found[case, 'float64']:.1e} {found[case, 'float32']:.1e} {plain_32:.1e}",
+            f"{case}: max error fp64, fp32, plain fp32 over draws",
+            f"{found[case, 'float64']:.1e} {found[case, 'float32']:.1e} {min(plain):.1e} to {max(plain):.1e}",
         )
+
+
+@torch.no_grad()
+def test_rounding_is_amplified_as_in_a_plain_implementation(
+    runtime: Runtime, models: Path, report: Any
+) -> None:
+    hf, ids, draws = write_lastkv(models, "qwen3", 1), token_ids(23, 1), 15
+    oracle = TokenByToken(hf, None, 1).forward_all(ids)
+    plain, ours = plain_errors(hf, 1, True, ids, oracle, draws), []
+    with lastkv_run(runtime, hf, "model.dtype=float32") as run:
+        weight_VH = run.model.embedding.word_embeddings.weight
+        before = weight_VH.clone()
+        for draw in range(draws):
+            weight_VH.copy_(moved(before, draw))
+            capture, step = [(5, 64), (64, 7), (7, 1)][draw % 3]
+            ours.append(float((fed(run, ids, 8, capture, step) - oracle[7:]).abs().max()))
+    for name, errors in (("plain", plain), ("ours", ours)):
+        spread = f"{min(errors):.1e} to {max(errors):.1e}, median {median(errors):.1e}"
+        report(f"qwen3, C = 1, float32, {name}", spread)
+    assert median(ours) <= 1.5 * median(plain) and max(ours) <= 2 * max(plain)
+    assert median(plain) > BAR_32  # or the bar could hold here too
 
 
 @pytest.mark.parametrize("shape", [(1, True), (3, True), (16, False)], ids=named)

@@ -75,7 +75,9 @@ def alone(models: Path) -> list[list[dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=in_world)
+@pytest.mark.parametrize(
+    "world", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)], ids=in_world
+)
 def test_replay_evaluates_the_policy_that_sampled(
     world: World, models: Path, alone: Any, report: Any
 ) -> None:

@@ -44,7 +44,9 @@ def hf(session_dir: Path) -> Path:
     return make_hf_dir(session_dir / "plan-model", "qwen3", 3, layers=6)
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
+@pytest.mark.parametrize(
+    "world", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)], ids=lambda world: world.name
+)
 def test_planned_bytes_are_measured_bytes(world: World, hf: Path, report: Any) -> None:
     settings = [f"model.hf={hf}", *SETTINGS]
     ranks = run_world(

@@ -1,5 +1,6 @@
 """Claim: under LastKV a plan says to the byte what a prompt's state and adjoint take on each pipeline stage, under each
-contract, whatever part of a chunk the prompt ends with; and what a replay's graphs take within 10%.
+contract, whatever part of a chunk the prompt ends with and however few own-layer keys and values a sweep keeps
+(prefix.snapshot_bytes); and what a replay's graphs take within 10%.
 
 Why the tests show it: windows are run on every rank of four worlds, with prompts that end before, on and after a
 boundary, inside a chunk and inside the first one, captured in chunks that divide C, exceed it and do neither, and
@@ -21,13 +22,17 @@ from oracle.tiny_models import make_hf_dir
 from megatron_lrl.config import load_config
 from megatron_lrl.lifetimes.plan import Work, open_plan_of_stage, stages_that_differ
 from megatron_lrl.lifetimes.run import read_model_architecture
+from megatron_lrl.lifetimes.snapshots import own_layer_bytes
+from megatron_lrl.runtime import Layout
 
 CONTRACTS = ("response_only", "exact", "truncated")
 C, LIVE = 16, 21
 RESPONSE, GROUP, CONCURRENT = 13, 4, 2
 WORLDS = [World(), World(cp=2), World(pp=2), World(cp=2, pp=2)]
 CAPTURE = {World(): (16, 7, 24), World(cp=2): (24,), World(pp=2): (7,), World(cp=2, pp=2): (16,)}
-QUICK = (("one", 7), ("cp2-pp2", 16))
+QUICK = (("one", 7, 4), ("cp2-pp2", 16, 4))
+RESTARTS = (0, 4)
+"""Chunks whose own-layer keys and values `prefix.snapshot_bytes` has room for: all, or as few as six chunks need."""
 PROMPTS = (90, 81, 97, 40, 10)
 """Prefixes one token shorter: inside chunk 5; 5 chunks; 6 chunks; inside chunk 2; inside chunk 0."""
 
@@ -38,27 +43,37 @@ def hf(session_dir: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world", "capture"),
+    ("world", "capture", "chunks"),
     [
-        pytest.param(world, capture, marks=() if (world.name, capture) in QUICK else pytest.mark.slow)
+        pytest.param(
+            world,
+            capture,
+            chunks,
+            marks=() if (world.name, capture, chunks) in QUICK else pytest.mark.slow,
+            id=f"{world.name}-Z{capture}-{chunks or 'all'}",
+        )
         for world in WORLDS
         for capture in CAPTURE[world]
+        for chunks in RESTARTS
     ],
-    ids=lambda x: x.name if isinstance(x, World) else f"Z{x}",
 )
-def test_planned_bytes_are_measured_bytes(world: World, capture: int, hf: Path, report: Any) -> None:
+def test_planned_bytes_are_measured_bytes(
+    world: World, capture: int, chunks: int, hf: Path, report: Any
+) -> None:
     settings = [f"model.hf={hf}", "model.attention=lastkv", f"lastkv.chunk_size={C}"]
     settings += [
         f"prefix.chunk_size={capture}",
         f"prefix.truncate_tokens={LIVE}",
         f"replay.concurrent={CONCURRENT}",
     ]
+    arch = read_model_architecture(load_config("/dev/null", settings))
+    budget = chunks * own_layer_bytes(arch, Layout(world.tp, world.cp, world.pp), 4)
+    settings += [f"prefix.snapshot_bytes={budget}"]
     works = [[prompt, RESPONSE, GROUP, CONCURRENT] for prompt in PROMPTS]
     ranks = run_world(
         world, "lifetimes.plan_ranks:resident", settings=settings, contracts=list(CONTRACTS), works=works
     )
     config, worst = load_config("/dev/null", [*settings, *world.overrides]), 0.0
-    arch = read_model_architecture(config)
     for stage in stages_that_differ(world.pp):
         with open_plan_of_stage(config, arch, world.size, stage) as plan:
             planned = {
@@ -97,3 +112,30 @@ def test_planned_state_of_a_long_prompt_by_hand(session_dir: Path, report: Any) 
     assert planned["full"] == layers * prefix * token
     assert planned["lastkv"] == (prefix + (layers - 1) * (chunk + prefix % chunk)) * token
     report("full attention's state / LastKV's", planned["full"] / planned["lastkv"])
+
+
+def test_planned_sweep_of_a_long_prompt_by_hand(session_dir: Path, report: Any) -> None:
+    """32 chunks, own-layer keys and values of at most 11 for the sweep: a restart before every 4th."""
+    layers, prompt, chunk = 16, 16_384, 512
+    token = 2 * 1 * 8 * 4
+    hf = make_hf_dir(
+        session_dir / "plan-sweep", "llama", 3, layers=layers, hidden=16, intermediate=16, heads=2, kv_heads=1,
+        head_dim=8, max_positions=32768,
+    )  # fmt: skip
+    settings = [f"model.hf={hf}", "model.attention=lastkv", f"lastkv.chunk_size={chunk}"]
+    found = {}
+    for chunks in RESTARTS[0], 11:
+        budget = chunks * (layers - 1) * chunk * token
+        config = load_config("/dev/null", [*settings, f"prefix.snapshot_bytes={budget}"])
+        with open_plan_of_stage(config, read_model_architecture(config), 1, 0) as plan:
+            found[chunks] = (*plan.resident(prompt, "exact"), plan.refilled(prompt, "exact"))
+    prefix = prompt - 1
+    # The newest two chunks, of which the last lacks a token, and the last chunks before restarts 4, 8 ... 28.
+    few = (prefix + (layers - 1) * (2 * chunk - 1 + 7 * chunk)) * token
+    adjoint = (prefix + (layers - 1) * 2 * chunk) * token
+    assert found[0] == (layers * prefix * token, adjoint, 0)
+    assert found[11] == (few, adjoint, 3 * (layers - 1) * chunk * token)
+    full = 2 * layers * prefix * token
+    report(
+        "full attention's state and adjoint / LastKV's, all and few", [full / sum(found[n]) for n in (0, 11)]
+    )

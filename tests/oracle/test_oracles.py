@@ -23,6 +23,7 @@ from oracle import hf_oracle, plain_fp64, trajectories
 from oracle.compare import compare_tensors, max_difference
 from oracle.dtype_watch import FloatWatch
 from oracle.objective import Objective, advantages, response_loss, token_weight
+from oracle.tiny_families import MORE_CASES
 from oracle.tiny_models import CASES, FAMILIES, ROPE_KINDS, make_hf_dir, write_case
 
 WINDOWS = {"awkward": trajectories.AWKWARD, "one-token-prompt": trajectories.ONE_TOKEN_PROMPT}
@@ -33,16 +34,24 @@ def hf_dir(request: pytest.FixtureRequest, session_dir: Path) -> Path:
     return write_case(session_dir / "hf", request.param)
 
 
+@pytest.fixture(scope="module", params=[*CASES, *MORE_CASES])
+def any_hf_dir(request: pytest.FixtureRequest, session_dir: Path) -> Path:
+    return write_case(session_dir / "hf", request.param)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
-def test_transformers_and_the_plain_model_agree(hf_dir: Path, window: str, report) -> None:
+def test_transformers_and_the_plain_model_agree(any_hf_dir: Path, window: str, report) -> None:
     groups = trajectories.window(3, shape=WINDOWS[window])
-    distance = max_difference(hf_oracle.score(hf_dir, groups, 0.8), plain_fp64.score(hf_dir, groups, 0.8))
+    distance = max_difference(
+        hf_oracle.score(any_hf_dir, groups, 0.8), plain_fp64.score(any_hf_dir, groups, 0.8)
+    )
     assert distance <= 2e-5
     conventional = compare_tensors(
-        hf_oracle.grad_conventional(hf_dir, groups), plain_fp64.grad(hf_dir, groups)
+        hf_oracle.grad_conventional(any_hf_dir, groups), plain_fp64.grad(any_hf_dir, groups)
     )
     response_only = compare_tensors(
-        hf_oracle.grad_response_only(hf_dir, groups), plain_fp64.grad(hf_dir, groups, detach_prefix=True)
+        hf_oracle.grad_response_only(any_hf_dir, groups),
+        plain_fp64.grad(any_hf_dir, groups, detach_prefix=True),
     )
     report("score, fp32 transformers against fp64", f"{distance:.2e}")
     report("conventional gradient", conventional)
@@ -120,8 +129,8 @@ def test_the_plain_gradient_is_the_slope_of_the_plain_loss(hf_dir: Path, detach_
     assert error <= 1e-8
 
 
-def test_the_plain_model_is_fp64_in_every_operation(hf_dir: Path) -> None:
-    model = plain_fp64.PlainModel(hf_dir)
+def test_the_plain_model_is_fp64_in_every_operation(any_hf_dir: Path) -> None:
+    model = plain_fp64.PlainModel(any_hf_dir)
     with FloatWatch(torch.float64) as watch:
         model.logprobs([5, 9, 2], [4, 7], temperature=0.7, detach_prefix=True).sum().backward()
     assert watch.seen > 100

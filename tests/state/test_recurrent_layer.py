@@ -105,12 +105,12 @@ def test_the_adjoint_moves_back_through_a_sweep() -> None:
 
 def test_coarse_snapshots_are_refilled() -> None:
     state = SequenceState(log=True)
-    state.snapshot_every = 3
+    state.restarts = frozenset((0, 3, 6))
     for x in range(7):
         feed(state, float(x))
     fine = captured(*map(float, range(7)))
     assert state.nbytes == 3 * STATE_BYTES  # before 3, before 6, newest
-    again = state.before(3, log=True)
+    again = state.restart(3, 5)
     for x in (3.0, 4.0):
         feed(again, x)
     state.refill(again, 3)
@@ -119,7 +119,7 @@ def test_coarse_snapshots_are_refilled() -> None:
         feed(theirs, 1.0)
         feed(ours, 1.0)
         assert value(ours) == value(theirs)
-    state.forget_snapshots(4)
+    state.forget(4)
     assert state.nbytes == 2 * STATE_BYTES
 
 
