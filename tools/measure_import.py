@@ -2,9 +2,10 @@
 
     python tools/measure_import.py [--gigabytes 2] [--shard-megabytes 256] [--keep DIR]
 
-Writes a llama in bfloat16, imports and exports it, each in a process of its own, and prints the peak resident
-memory of each above the interpreter: after all modules were loaded and the runtime was up, before the conversion. The
-mark is the kernel's (VmHWM), reset at that point; Linux only.
+Writes a llama in bfloat16, imports and exports it, each in a process of its own, and prints the peak of each one's
+anonymous memory (RssAnon, looked at every millisecond) above the interpreter: after all modules were loaded and the
+runtime was up, before the conversion. Pages of mapped files are not counted: how many of them are resident is up to
+the kernel, which takes them back when it needs them. Linux only.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-HIDDEN, FFN, HEADS, VOCAB = 1024, 2816, 16, 32000
+HIDDEN, FFN, HEADS, VOCAB = 1024, 2816, 16, 16000
 
 
 def write_model(directory: Path, gigabytes: float, shard_bytes: int) -> int:
@@ -66,18 +68,35 @@ def write_model(directory: Path, gigabytes: float, shard_bytes: int) -> int:
 
 
 def measure(verb: str, source: Path, target: Path) -> tuple[float, float]:
-    """Run a conversion in a new process: (bytes before it, its peak above that), resident."""
+    """Run a conversion in a new process: (anonymous bytes before it, its peak above that)."""
     command = [sys.executable, __file__, "--child", verb, str(source), str(target)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     before, peak = json.loads(printed.strip().splitlines()[-1])
     return before, peak - before
 
 
-def _resident(key: str) -> int:
-    found = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+def _anonymous() -> int:
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
-        raise RuntimeError(f"/proc/self/status has no {key}; this measurement needs Linux")
+        raise RuntimeError("/proc/self/status has no RssAnon; this measurement needs Linux")
     return 1024 * int(found[1])
+
+
+class _Peak(threading.Thread):
+    """Looks at this process's anonymous memory until it is asked for the peak."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._done, self._peak = threading.Event(), 0
+
+    def run(self) -> None:
+        while not self._done.wait(0.001):
+            self._peak = max(self._peak, _anonymous())
+
+    def stop(self) -> int:
+        self._done.set()
+        self.join()
+        return max(self._peak, _anonymous())
 
 
 def _child(verb: str, source: str, target: str) -> None:
@@ -86,10 +105,10 @@ def _child(verb: str, source: str, target: str) -> None:
     from megatron_lrl.runtime import Layout, runtime_scope
 
     with runtime_scope(Layout()) as runtime:
-        before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        before, peak = _anonymous(), _Peak()
+        peak.start()
         (import_checkpoint if verb == "import" else export_checkpoint)(source, target, runtime)
-        print(json.dumps([before, _resident("VmHWM")]), flush=True)
+        print(json.dumps([before, peak.stop()]), flush=True)
 
 
 def main() -> None:

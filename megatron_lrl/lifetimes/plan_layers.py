@@ -1,9 +1,10 @@
-"""What stands in a rehearsal for two steps that depend on values: where tokens find their experts, and the delta rule's
-scan, of which only the shapes matter.
+"""What stands in a rehearsal for steps that depend on values, or take long for shapes alone: where tokens find their
+experts, the delta rule's scan, attention's backward.
 
     router's choice ─ even_dispatch ─► every rank sends and receives its m top_k rows, the same number for each expert
     q k v g beta ─ shapes_of_blocks ─► outputs without the scan, where no graph is kept
                  ─ PlannedDeltaRule ─► the same; its backward makes one segment's graph, and the others would be like it
+    do q k v ─ shapes_of_attention_backward ─► dq dk dv, without a loop over tiles
 """
 
 from __future__ import annotations
@@ -56,6 +57,13 @@ def shapes_of_blocks(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(v_bthv, dtype=state_bhkv.dtype), torch.empty_like(state_bhkv)
 
 
+def shapes_of_attention_backward(
+    _do: Tensor, q_nqsd: Tensor, k_nqtd: Tensor, v_nqtd: Tensor, *_rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In the place of `kernels.attend_backward`, which goes tile by tile where there is no fused kernel."""
+    return torch.empty_like(q_nqsd), torch.empty_like(k_nqtd), torch.empty_like(v_nqtd)
+
+
 class PlannedDeltaRule(torch.autograd.Function):
     """In the place of `delta_rule._DeltaRule`: it saves the same, and its backward peaks at the same bytes."""
 
@@ -75,4 +83,4 @@ class PlannedDeltaRule(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in (*tokens, state))
 
 
-__all__ = ["PlannedDeltaRule", "even_dispatch", "shapes_of_blocks"]
+__all__ = ["PlannedDeltaRule", "even_dispatch", "shapes_of_attention_backward", "shapes_of_blocks"]

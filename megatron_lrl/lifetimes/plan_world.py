@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lrl import platform_cpu
+from megatron_lrl.attention import kernels
 from megatron_lrl.runtime import Layout, Runtime, check_world, model_parallel_groups, shutdown_runtime
 
 platform_cpu.install()
@@ -32,7 +33,12 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.utils import GlobalMemoryBuffer  # noqa: E402
 
 from megatron_lrl.lifetimes import schedule  # noqa: E402
-from megatron_lrl.lifetimes.plan_layers import PlannedDeltaRule, even_dispatch, shapes_of_blocks  # noqa: E402
+from megatron_lrl.lifetimes.plan_layers import (  # noqa: E402
+    PlannedDeltaRule,
+    even_dispatch,
+    shapes_of_attention_backward,
+    shapes_of_blocks,
+)
 from megatron_lrl.lifetimes.plan_memo import ShapeMemo  # noqa: E402
 from megatron_lrl.recurrent import delta_rule  # noqa: E402
 
@@ -44,6 +50,7 @@ REPLACED_NAMES = (
     "megatron.core.parallel_state._GLOBAL_MEMORY_BUFFER",
     "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
     "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess",
+    "megatron_lrl.attention.kernels.attend_backward",
     "megatron_lrl.lifetimes.schedule.get_forward_backward_func",
     "megatron_lrl.recurrent.delta_rule._DeltaRule",
     "megatron_lrl.recurrent.delta_rule._blocks",
@@ -150,6 +157,7 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
         stack.enter_context(_replaced(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()))
         stack.enter_context(_replaced(schedule, "get_forward_backward_func", lambda: _one_stage(in_flight)))
         stack.enter_context(_replaced(MoEAlltoAllTokenDispatcher, "preprocess", even_dispatch))
+        stack.enter_context(_replaced(kernels, "attend_backward", shapes_of_attention_backward))
         stack.enter_context(_replaced(delta_rule, "_DeltaRule", PlannedDeltaRule))
         stack.enter_context(_replaced(delta_rule, "_blocks", shapes_of_blocks))
         stack.enter_context(_OnMeta())

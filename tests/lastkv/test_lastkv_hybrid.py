@@ -23,6 +23,9 @@ from oracle.trajectories import write_jsonl
 from safetensors.torch import load_file, save_file
 
 from lastkv.tiny import around_boundaries
+from megatron_lrl.lifetimes.snapshots import own_layer_bytes, recurrent_bytes
+from megatron_lrl.models.hf_config import read_architecture
+from megatron_lrl.runtime import Layout
 
 CASE, CHUNK, LIVE = "qwen3_5", 5, 4
 CONTRACTS = ["conventional", "response_only", "truncated", "exact"]
@@ -61,7 +64,10 @@ def test_grad_of_a_lastkv_hybrid(world: World, hf: Path, expected: Any, tmp_path
     """Float64 on one rank, float32 in the others."""
     wide, cases, outs = world == ONE, [], {}
     trajectories = str(write_jsonl(tmp_path / "t.jsonl", around_boundaries(CHUNK)))
-    variants = [(contract, 7, 2, 0) for contract in CONTRACTS] + [("exact", 2, 3, 100_000)]
+    # Prompts of three chunks, captured in three pieces each, get two restarts: what these and one part take.
+    arch, layout, itemsize = read_architecture(hf), Layout(world.tp, world.cp, world.pp), 8 if wide else 4
+    few = 3 * own_layer_bytes(arch, layout, itemsize) + 7 * recurrent_bytes(arch, layout, itemsize)
+    variants = [(contract, 7, 2, 0) for contract in CONTRACTS] + [("exact", 2, 3, few)]
     for contract, capture, concurrent, snapshots in variants:
         out = outs[contract, capture] = tmp_path / f"{contract}-{capture}.safetensors"
         settings = [

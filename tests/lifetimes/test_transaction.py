@@ -51,7 +51,9 @@ def draw(world: World, seed: int) -> tuple[int, str, float, str]:
 def check_restarts(world: World, hf: str, seeds: range, *settings: str) -> None:
     draws = [draw(world, seed) for seed in seeds]
     print(*(f"{world.name}, seed {seed}: {d}" for seed, d in zip(seeds, draws, strict=True)), sep="\n")
-    for rank, (undisturbed, *disturbed) in enumerate(run(world, "trials", hf, *settings, draws=draws)):
+    limit = 300.0 + 25.0 * len(draws)  # on a busy machine; within the limit of pytest
+    ranks = run(world, "trials", hf, *settings, draws=draws, timeout_s=limit)
+    for rank, (undisturbed, *disturbed) in enumerate(ranks):
         assert undisturbed["restarts"] == 0
         assert undisturbed["version"] == 3
         for (failing, *_), seed, found in zip(draws, seeds, disturbed, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,7 +127,8 @@ def digest(run: Run) -> str:
                     *(state[key] for key in sorted(state) if torch.is_tensor(state[key])),
                 ]
     for tensor in tensors:
-        found.update(tensor.cpu().contiguous().numpy().tobytes())
+        # Bytes, not numbers: NumPy has no bfloat16.
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -179,6 +181,8 @@ def trials(
     """An undisturbed run, then one for each draw (rank, kind, place in [0, 1), error), in one world."""
     config = config_of(world, hf, settings)
     with opened(world, prompts) as (runtime, connections, given):
+        gc.collect()
+        gc.freeze()  # every restart collects garbage: not among the libraries' objects again and again
         found = [updates(runtime, connections, config, given, Fault())]
         for rank, kind, place, error in draws:
             fault = Fault()
