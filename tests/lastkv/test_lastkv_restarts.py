@@ -52,8 +52,8 @@ def chunk_bytes(hf: Path, layout: Layout, itemsize: int = 4) -> int:
 
 @pytest.mark.parametrize(
     "world",
-    [World(), World(cp=2), World(pp=2), pytest.param(World(tp=2, cp=2), marks=pytest.mark.slow),
-     pytest.param(World(cp=2, pp=2), marks=pytest.mark.slow)],
+    [World(), World(pp=2),
+     *(pytest.param(w, marks=pytest.mark.slow) for w in (World(cp=2), World(tp=2, cp=2), World(cp=2, pp=2)))],
     ids=lambda world: world.name,
 )  # fmt: skip
 def test_fewer_restarts_change_no_bit(world: World, models: Path, tmp_path: Path, report: Any) -> None:

@@ -86,7 +86,11 @@ LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [World(), World(cp=2, pp=2)], ids=lambda world: world.name)
+@pytest.mark.parametrize(
+    "world",
+    [World(), pytest.param(World(cp=2, pp=2), marks=pytest.mark.slow)],
+    ids=lambda world: world.name,
+)
 def test_extrapolated_chunks_take_what_all_of_them_take(
     world: World, session_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
