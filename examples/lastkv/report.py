@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
+from megatron_lrl.errors import UserError
 from megatron_lrl.rl.journal import JOURNAL
 from megatron_lrl.tracking import read_metrics
 
@@ -40,10 +41,11 @@ def main() -> None:
     for record in losses:
         if "lm/held_out_loss" in record:
             print(f", {record['update'] + 1}: {record['lm/held_out_loss']:.3f}", end="")
+    print(flush=True)
     updates = read_metrics(args.grpo)
     first, last = QUICKSTART["compare"](updates)
     edge = QUICKSTART["EDGE"]
-    print(f"\nMean reward, first {edge} -> last {edge} of {len(updates)} updates: {first:.3f} -> {last:.3f}")
+    print(f"Mean reward, first {edge} -> last {edge} of {len(updates)} updates: {first:.3f} -> {last:.3f}")
     mismatch = [update["mismatch/kl"] for update in updates]
     print(f"KL of sampler and replay: mean {fmean(mismatch):.1e}, largest {max(mismatch):.1e}")
     print(f"\n{'the fact lies in':<16} {'prompts':>7}  mean reward by quarter of the updates")
@@ -80,4 +82,7 @@ def region_of(prompt_ids: list[int], code: list[int], chunk: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
