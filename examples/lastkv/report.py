@@ -36,6 +36,10 @@ def main() -> None:
     args = parser.parse_args()
 
     losses = read_metrics(args.uptraining)
+    if not losses or "lm/held_out_loss_start" not in losses[0]:
+        raise UserError(
+            f"{args.uptraining} is no run of examples/lastkv/uptrain.toml: it has no held-out loss"
+        )
     print("Held-out loss (nats per token) before update 1 and after updates:", end=" ")
     print(f"{losses[0]['lm/held_out_loss_start']:.3f}", end="")
     for record in losses:
