@@ -188,6 +188,10 @@ class Pretence(TorchDispatchMode):
             return args[0].device
         self.operations += 1
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        if name == "aten::detach" and getattr(args[0], "on_its_way", -1) == self.epoch:
+            alias = func(*args, **kwargs)  # reads nothing yet
+            alias.on_its_way = self.epoch
+            return alias
         if any(getattr(x, "on_its_way", -1) == self.epoch for x in tensors):
             raise MixedDevices(
                 f"{name} reads a copy from the device that did not block, and nothing waited for it"

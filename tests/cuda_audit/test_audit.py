@@ -63,7 +63,7 @@ SLOW = [
     Case(World(pp=2), "lastkv-qwen3", "float32", FEW),
     Case(World(cp=2, pp=2), "qwen2-tied", "bfloat16", FEW),
     Case(World(dp=2), "llama", "bfloat16", FEW),
-    Case(World(tp=2, dp=2, ep=2), "qwen3_moe", "float32", FEW),
+    Case(World(dp=2, ep=2), "qwen3_moe", "float32", FEW),
 ]
 
 
