@@ -16,16 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.attention import tiled
+from megatron_lrl.attention.tiled import accumulate_dtype
 
 _TILE_BYTES = {"cpu": 1 << 20}
 """Scores of one tile by device: on a CPU they stay in the cache of one core (measured best between 256 KiB and 8 MiB,
 at 36 to 3,072 query rows and head dims 16 to 128)."""
 _TILE_BYTES_ELSEWHERE = 64 << 20
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 where the input is: nothing is rounded below it on the way."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _flash_cuda(q: Tensor) -> bool:
@@ -130,3 +126,6 @@ def constant_backward(
         ds = torch.baddbmm(minus_delta, do, v_tile.transpose(1, 2)).mul_(p)
         dq.baddbmm_(ds, k_tile)
     return dq.mul_(scale).view(q_nqsd.shape)
+
+
+__all__ = ["accumulate_dtype", "attend", "attend_backward", "constant_backward"]

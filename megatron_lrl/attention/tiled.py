@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 where the input is: nothing is rounded below it on the way."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _scores(q_nqsd: Tensor, k_nqtd: Tensor, start: int, causal: bool, scale: float) -> Tensor:
@@ -32,7 +33,7 @@ def attend(
     q_nqsd: Tensor, k_nqtd: Tensor, v_nqtd: Tensor, causal: bool, scale: float, tile: int
 ) -> tuple[Tensor, Tensor]:
     """Output in the query's dtype and log-sum-exp [n, q, s] over one segment. ``causal`` needs s == t."""
-    q = q_nqsd.to(_wide(q_nqsd))
+    q = q_nqsd.to(accumulate_dtype(q_nqsd.dtype))
     top = q.new_full(q.shape[:3], float("-inf"))
     total, o = torch.zeros_like(top), torch.zeros_like(q)
     for start in range(0, k_nqtd.shape[2], tile):
@@ -60,7 +61,7 @@ def attend_backward(
     tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the merged output and log-sum-exp; dk and dv keep the query heads' axis."""
-    q, do = (x.to(_wide(q_nqsd)) for x in (q_nqsd, do_nqsd))
+    q, do = (x.to(accumulate_dtype(q_nqsd.dtype)) for x in (q_nqsd, do_nqsd))
     delta = (do * o_nqsd.to(q.dtype)).sum(-1, keepdim=True)
     dq, dks, dvs = torch.zeros_like(q), [], []
     for start in range(0, k_nqtd.shape[2], tile):

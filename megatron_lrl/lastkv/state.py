@@ -13,6 +13,7 @@ On stages that do not have the last layer, its number stands for a store that is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -300,14 +301,22 @@ class LastKVState(SequenceState):
         if self.keep_from is not None:
             oldest = min(oldest, self.clock.chunk(self.keep_from) - 1)
         if self.restarts is not None:
-            kept = self.clock.read_from(self.restarts)
             for page in layer.own:
-                if oldest <= page.chunk < chunk - 1 and page.chunk not in kept and not page.dropped:
+                if (
+                    oldest <= page.chunk < chunk - 1
+                    and page.chunk not in self._kept_chunks
+                    and not page.dropped
+                ):
                     page.drop()
         if any(page.chunk < oldest for page in layer.own):
             layer.own = [page for page in layer.own if page.chunk >= oldest]
             if layer.rounds is not None:
                 layer.rounds = [[e for e in entries if e.page.chunk >= oldest] for entries in layer.rounds]
+
+    @cached_property
+    def _kept_chunks(self) -> frozenset[int]:
+        """Chunks whose own-layer pages a sweep restarts from."""
+        return self.clock.read_from(self.restarts or ())
 
     def _hand_out(self, chunk: int, pp_group: Any) -> None:
         """Broadcast the last layer's own pages of a chunk from the last stage; other stages append them."""

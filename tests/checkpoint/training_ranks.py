@@ -175,20 +175,21 @@ def as_weights(world: World, source: str, checkpoint: str, hf_dir: str) -> dict[
 
 def refused(world: World, cases: list[tuple[str, str, str, str]], folder: str) -> list[str]:
     """Each (verb, source line, dtype, checkpoint), verb `save` or `load`: the message of the UserError."""
-    messages = []
     with runtime_scope(_layout(world)) as runtime:
-        for verb, source, dtype, checkpoint in cases:
-            try:
-                with _run(runtime, folder, source, dtype) as run:
-                    if verb == "save":
-                        save_training(run, checkpoint, {})
-                    else:
-                        load_training(run, checkpoint)
-            except UserError as error:
-                messages.append(str(error))
+        return [_answer(runtime, folder, *case) for case in cases]
+
+
+def _answer(runtime: Runtime, folder: str, verb: str, source: str, dtype: str, checkpoint: str | Path) -> str:
+    """What saving to, or loading, a checkpoint is refused with."""
+    try:
+        with _run(runtime, folder, source, dtype) as run:
+            if verb == "save":
+                save_training(run, checkpoint, {})
             else:
-                messages.append("accepted")
-    return messages
+                load_training(run, checkpoint)
+    except UserError as error:
+        return str(error)
+    return "accepted"
 
 
 def save_many(world: World, source: str, folder: str, updates: list[int], keep: int | None) -> str | None:
@@ -214,11 +215,5 @@ def spoiled(world: World, source: str, dtype: str, folder: str) -> list[str]:
                 spoilt = norm.data if kind == "weight" else part.state[main]["exp_avg"]
                 spoilt.view(-1)[-1] = float("nan")
                 save_training(run, target, {})
-            with _run(runtime, folder, source, dtype) as run:
-                try:
-                    load_training(run, target)
-                except UserError as error:
-                    messages.append(str(error))
-                else:
-                    messages.append("accepted")
+            messages.append(_answer(runtime, folder, "load", source, dtype, target))
     return messages
