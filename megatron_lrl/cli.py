@@ -324,7 +324,7 @@ def _plan(options: argparse.Namespace) -> int:
     from megatron_lrl.runtime import quiet_libraries
 
     quiet_libraries()
-    from megatron_lrl.lifetimes.plan_report import plan
+    from megatron_lrl.plan.report import plan
 
     text = plan(
         load_config(options.config, options.overrides),

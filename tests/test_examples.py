@@ -21,7 +21,7 @@ from megatron_lrl.config import check_train, load_config
 from megatron_lrl.models.hf_config import read_architecture
 from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.rl.rewards import load_reward
-from megatron_lrl.rl.types import Prompt
+from megatron_lrl.rollout.types import Prompt
 from megatron_lrl.runtime import Layout
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

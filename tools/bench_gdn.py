@@ -4,8 +4,8 @@
     handover   each rank keeps its tokens and waits for the state behind its neighbour's; ranks compute one after
                another (the backward runs the other way round)
 
-Run under torchrun; the model takes `heads` (megatron_lrl/models/gdn.py). Times are of forward and backward of the delta
-rule alone, interleaved, median of the repeats; bytes are what one rank sends in both directions.
+Run under torchrun; the model takes `heads` (layers/gdn/module.py). Times are of forward and backward of the
+delta rule alone, interleaved, median of the repeats; bytes are what one rank sends in both directions.
 
 Legend: t tokens of this rank, T of all; n key heads, h value heads, k and v head dims.
 """
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lrl.recurrent.delta_rule import gated_delta_rule
+from megatron_lrl.layers.gdn.delta_rule import gated_delta_rule
 from megatron_lrl.runtime import init_distributed
 
 

@@ -60,7 +60,7 @@ def timed(action: Callable[[], object], name: str, found: dict[str, list[float]]
 
 def measure(run: Run, options: argparse.Namespace, found: dict[str, list[float]]) -> None:
     """One round of everything on one run."""
-    from megatron_lrl.rl.rollout import Sampler
+    from megatron_lrl.rollout.builtin import Sampler
 
     prompt, responses = trajectories(options.vocab, options.prompt, options.response, options.group)
     with run.update_window() as window:
@@ -88,7 +88,7 @@ def main() -> int:
     found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     with tempfile.TemporaryDirectory() as name, runtime_scope(Layout()) as runtime, ExitStack() as open_runs:
         from megatron_lrl.lifetimes.run import open_run
-        from megatron_lrl.lifetimes.snapshots import own_layer_bytes
+        from megatron_lrl.passes.restarts import own_layer_bytes
 
         folder = Path(name)
         write_model(folder / "hf", options, options.prompt + options.response)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.rl.journal import JOURNAL
+from megatron_lrl.rollout.journal import JOURNAL
 from megatron_lrl.tracking import read_metrics
 
 QUICKSTART = runpy.run_path(str(Path(__file__).parents[1] / "quickstart" / "report.py"))

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.lifetimes.schedule import phase
+from megatron_lrl.passes.schedule import phase
 from megatron_lrl.rl.accumulate import branches_of, score_group
 from megatron_lrl.rl.loss import k3
-from megatron_lrl.rl.rollout import Sampler
-from megatron_lrl.rl.types import Group, Prompt, Response
+from megatron_lrl.rollout.builtin import Sampler
+from megatron_lrl.rollout.types import Group, Prompt, Response
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_lrl.state import SequenceState
+from megatron_lrl.layers.sequence import SequenceState
 
 if TYPE_CHECKING:
     from megatron_lrl.lifetimes.run import Run

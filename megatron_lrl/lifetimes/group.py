@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_lrl.attention.kernels import accumulate_dtype
+from megatron_lrl.layers.adjoint import add_adjoint
+from megatron_lrl.layers.advance import advance, token_layout
+from megatron_lrl.layers.sequence import SequenceState
+from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.identity import Identity
-from megatron_lrl.lifetimes.kept import KeptGraphs, largest_over_replica
-from megatron_lrl.lifetimes.ledger import SavedBytes
-from megatron_lrl.lifetimes.schedule import in_passes, run_schedule
-from megatron_lrl.lifetimes.snapshots import Part, Restarts, plan_restarts
-from megatron_lrl.state import SequenceState, advance
-from megatron_lrl.state.adjoint import add_adjoint
-from megatron_lrl.state.advance import token_layout
+from megatron_lrl.passes.kept import KeptGraphs, largest_over_replica
+from megatron_lrl.passes.ledger import SavedBytes
+from megatron_lrl.passes.restarts import Part, Restarts, plan_restarts
+from megatron_lrl.passes.schedule import in_passes, run_schedule
 
 if TYPE_CHECKING:
     from megatron_lrl.lifetimes.run import Run

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lrl.attention.kernels import accumulate_dtype
+from megatron_lrl.experts.recorded import RecordedRouting, ReplayRouting
+from megatron_lrl.layers.adjoint import add_adjoint
+from megatron_lrl.layers.advance import advance, split_rounds
+from megatron_lrl.layers.sequence import SequenceState
+from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.group import PromptGroup
-from megatron_lrl.lifetimes.ledger import SavedBytes
-from megatron_lrl.lifetimes.routing import RecordedRouting, ReplayRouting
-from megatron_lrl.lifetimes.schedule import from_last_stage, run_schedule, sum_over_cp
 from megatron_lrl.models.head import LogprobHead, Targets
-from megatron_lrl.state import SequenceState, advance
-from megatron_lrl.state.adjoint import add_adjoint
-from megatron_lrl.state.advance import split_rounds
+from megatron_lrl.passes.ledger import SavedBytes
+from megatron_lrl.passes.schedule import from_last_stage, run_schedule, sum_over_cp
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """``loss(logprob_S, entropy_S, index_S)``: final-weight loss sum and metric sums of the tokens scored on this rank.

@@ -14,21 +14,21 @@ import torch
 from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, load_hf_weights
 from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
 from megatron_lrl.errors import UserError
-from megatron_lrl.lastkv.clock import Clock
-from megatron_lrl.lastkv.state import LastKVState
-from megatron_lrl.lifetimes.balance import update_router_bias
+from megatron_lrl.experts.balance import update_router_bias
+from megatron_lrl.experts.recorded import RoutingTotals, check_routing, routing_policy
+from megatron_lrl.layers.lastkv.clock import Clock
+from megatron_lrl.layers.lastkv.state import LastKVState
+from megatron_lrl.layers.sequence import SequenceState
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
-from megatron_lrl.lifetimes.ledger import Ledger, bytes_by_part
-from megatron_lrl.lifetimes.lockstep import Lockstep, check_lockstep, spans_replicas
 from megatron_lrl.lifetimes.optim import build_optimizer, gradient_buffers, wrap_ddp
-from megatron_lrl.lifetimes.routing import RoutingTotals, check_routing, routing_policy
-from megatron_lrl.lifetimes.schedule import PipelineUse
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.build import PolicyModel, check_layout, configured_model
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
+from megatron_lrl.passes.ledger import Ledger, bytes_by_part
+from megatron_lrl.passes.lockstep import Lockstep, check_lockstep, spans_replicas
+from megatron_lrl.passes.schedule import PipelineUse
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
-from megatron_lrl.state import SequenceState
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron_lrl.lifetimes.contributions import BranchKey, Contributions
 from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, Replay, TokenLoss
-from megatron_lrl.lifetimes.schedule import PipelineUse
+from megatron_lrl.passes.schedule import PipelineUse
 
 if TYPE_CHECKING:
     from megatron_lrl.lifetimes.run import Run, StepResult

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.architecture import GDN, Architecture
+from megatron_lrl.layers.architecture import GDN, Architecture
 from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.runtime import DTYPES, Layout, Runtime
 from megatron_lrl.settings import Config
@@ -33,11 +33,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_lrl.attention.core import LastKVCoreAttention, SegmentCoreAttention  # noqa: E402
+from megatron_lrl.layers.moe.router import PolicyRouter  # noqa: E402
+from megatron_lrl.layers.rotary import PositionRotaryEmbedding  # noqa: E402
+from megatron_lrl.layers.softmax.core import LastKVCoreAttention, SegmentCoreAttention  # noqa: E402
 from megatron_lrl.models.layer import GatedSelfAttention, PolicyLayer  # noqa: E402
 from megatron_lrl.models.norm import RMSNorm  # noqa: E402
-from megatron_lrl.models.rotary import PositionRotaryEmbedding  # noqa: E402
-from megatron_lrl.models.router import PolicyRouter  # noqa: E402
 
 
 class RowParallelLinearWithBias(RowParallelLinear):
@@ -169,7 +169,7 @@ def layer_spec(arch: Architecture, transformer_engine: bool, layer: int = 0) -> 
         submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
         submodules.sharded_state_dict_keys_map = _fused_norm_names(sparse, recurrent)
     if recurrent:
-        from megatron_lrl.models.gdn import gdn_spec
+        from megatron_lrl.layers.gdn.module import gdn_spec
 
         submodules.self_attention = gdn_spec(arch, transformer_engine)
     else:
@@ -205,7 +205,7 @@ def stage_spec(
 
 
 class PolicyModel(GPTModel):
-    """`GPTModel` with RoPE at explicit positions; it runs through `megatron_lrl.state.advance`."""
+    """`GPTModel` with RoPE at explicit positions; it runs through `megatron_lrl.layers.advance`."""
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_lrl.attention.exchange import gather_tokens
-from megatron_lrl.attention.layout import TokenLayout
+from megatron_lrl.layers.exchange import gather_tokens
+from megatron_lrl.layers.layout import TokenLayout
 
 
 def all_rows(hidden_smh: Tensor, model: Any) -> Tensor:

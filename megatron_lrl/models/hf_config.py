@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.architecture import ATTENTION, GDN, Architecture, GDNSpec, LastKVSpec, MoESpec
+from megatron_lrl.layers.architecture import ATTENTION, GDN, Architecture, GDNSpec, LastKVSpec, MoESpec
+from megatron_lrl.layers.rope_spec import RopeSpec, read_rope
 from megatron_lrl.models.hf_families import (
     FAMILIES,
     MROPE,
@@ -31,7 +32,6 @@ from megatron_lrl.models.hf_fields import (
     refuse_sliding_window,
     refuse_unsupported,
 )
-from megatron_lrl.models.rope_spec import RopeSpec, read_rope
 
 __all__ = [
     "ATTENTION",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.architecture import ATTENTION, GDN, GDNSpec, MoESpec
+from megatron_lrl.layers.architecture import ATTENTION, GDN, GDNSpec, MoESpec
 from megatron_lrl.models.hf_fields import LARGEST, MOST_EXPERTS, MOST_LAYERS, boolean, integer, number
 
 __all__ = ["FAMILIES", "Family", "default_of", "family_fields", "find_family"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.architecture import ATTENTION, Architecture
+from megatron_lrl.layers.architecture import ATTENTION, Architecture
 from megatron_lrl.runtime import Layout
 
 __all__ = ["check_layout"]

@@ -17,18 +17,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.experts.recorded import RecordedRouting
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.group import GroupPhase, PromptGroup
-from megatron_lrl.lifetimes.ledger import storage_bytes
 from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss, batches_of
-from megatron_lrl.lifetimes.routing import RecordedRouting
-from megatron_lrl.lifetimes.schedule import from_last_stage, phase
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
+from megatron_lrl.passes.ledger import storage_bytes
+from megatron_lrl.passes.schedule import from_last_stage, phase
 from megatron_lrl.rl.advantage import group_advantages
 from megatron_lrl.rl.loss import merge_metrics, policy_loss, token_weights, window_totals
-from megatron_lrl.rl.routing import Routing
 from megatron_lrl.rl.stopwatch import Stopwatch
-from megatron_lrl.rl.types import Group
+from megatron_lrl.rollout.recorded_routing import Routing
+from megatron_lrl.rollout.types import Group
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config, LossTable
 

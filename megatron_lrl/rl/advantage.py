@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.rl.types import Group
+from megatron_lrl.rollout.types import Group
 
 GRPO_EPSILON = 1e-6
 

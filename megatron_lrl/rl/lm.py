@@ -18,8 +18,8 @@ from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, Replay, TokenLoss
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.lifetimes.schedule import from_last_stage, phase
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
+from megatron_lrl.passes.schedule import from_last_stage, phase
 from megatron_lrl.rl.lm_data import Corpus
 from megatron_lrl.rl.stopwatch import Stopwatch
 

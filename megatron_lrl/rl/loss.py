@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.rl.types import Group
+from megatron_lrl.rollout.types import Group
 from megatron_lrl.settings import LossTable
 
 # Log-ratios are limited to this, so that exp cannot overflow and turn a clipped token's zero gradient into

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_lrl.checkpoint.training import CHECKPOINTS
 from megatron_lrl.config import differing_settings
 from megatron_lrl.errors import UserError
-from megatron_lrl.rl.journal import JOURNAL
+from megatron_lrl.rollout.journal import JOURNAL
 from megatron_lrl.settings import Config
 from megatron_lrl.tracking import METRICS_FILE, TENSORBOARD_FOLDER
 

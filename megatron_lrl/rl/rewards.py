@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.rl.types import Prompt
+from megatron_lrl.rollout.types import Prompt
 
 _NUMBER = re.compile(
     r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+(?:[eE][-+]?\d+)?"

@@ -24,9 +24,9 @@ from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.replay import NonFiniteLoss
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run, StepResult
-from megatron_lrl.lifetimes.schedule import phase
 from megatron_lrl.lifetimes.stale import Drift, LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.passes.schedule import phase
 from megatron_lrl.rl.accumulate import (
     WindowPlan,
     accumulate,
@@ -34,15 +34,15 @@ from megatron_lrl.rl.accumulate import (
     nonfinite_branches,
     routing_mismatch,
 )
-from megatron_lrl.rl.data import prompts_at
-from megatron_lrl.rl.journal import Journal, Recorded
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.rl.omitted import exact_gradient, measures_omitted, omitted_metrics
 from megatron_lrl.rl.rewards import Reward
-from megatron_lrl.rl.rollout import Rollout, Sampler
 from megatron_lrl.rl.stopwatch import Stopwatch
-from megatron_lrl.rl.text import Text
-from megatron_lrl.rl.types import Group, Prompt
+from megatron_lrl.rollout.builtin import Rollout, Sampler
+from megatron_lrl.rollout.data import prompts_at
+from megatron_lrl.rollout.journal import Journal, Recorded
+from megatron_lrl.rollout.text import Text
+from megatron_lrl.rollout.types import Group, Prompt
 
 _SHOWN_PROMPT_TOKENS = 48
 """The end of a prompt that a logged sample shows."""

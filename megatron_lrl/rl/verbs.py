@@ -20,13 +20,13 @@ from megatron_lrl.checkpoint.hf_export import write_hf_file
 from megatron_lrl.checkpoint.training import latest_training, load_training, save_training, training_path
 from megatron_lrl.config import check_train, differing_settings
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.plan_report import against_measured, plan_of_run
+from megatron_lrl.experts.recorded import expert_layers
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.retry_connections import Connections
-from megatron_lrl.lifetimes.routing import expert_layers
 from megatron_lrl.lifetimes.run import open_run, read_model_architecture
-from megatron_lrl.lifetimes.schedule import phase
 from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.passes.schedule import phase
+from megatron_lrl.plan.report import against_measured, plan_of_run
 from megatron_lrl.rl.accumulate import (
     WindowPlan,
     accumulate,
@@ -35,18 +35,18 @@ from megatron_lrl.rl.accumulate import (
     routing_mismatch,
     score_group,
 )
-from megatron_lrl.rl.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
 from megatron_lrl.rl.finite import reduce_finite, require_finite
-from megatron_lrl.rl.journal import Journal
 from megatron_lrl.rl.lm import LmTrainer
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.output import check_output, claim_output, require_writable
 from megatron_lrl.rl.rewards import Reward, load_reward
-from megatron_lrl.rl.rollout import Rollout
-from megatron_lrl.rl.routing import RoutingShape
-from megatron_lrl.rl.text import Text, hf_folder
 from megatron_lrl.rl.trainer import Trainer
-from megatron_lrl.rl.types import Group, Prompt
+from megatron_lrl.rollout.builtin import Rollout
+from megatron_lrl.rollout.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
+from megatron_lrl.rollout.journal import Journal
+from megatron_lrl.rollout.recorded_routing import RoutingShape
+from megatron_lrl.rollout.text import Text, hf_folder
+from megatron_lrl.rollout.types import Group, Prompt
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
 from megatron_lrl.tracking import Tracker

@@ -16,7 +16,7 @@ from typing import Any
 PLACES = {
     "shards": "megatron_lrl.checkpoint.training:_write_shards",
     "completion": "megatron_lrl.checkpoint.training:write_completion",
-    "journal": "megatron_lrl.rl.journal:Journal.record",
+    "journal": "megatron_lrl.rollout.journal:Journal.record",
     "metrics": "megatron_lrl.tracking:Tracker.log",
     "tensorboard": "megatron_lrl.tracking:Tracker._chart",
     "export": "megatron_lrl.checkpoint.hf_export:write_directory",

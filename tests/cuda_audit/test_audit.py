@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from harness import ONE, World
-from lastkv.tiny import write_lastkv
+from layers.lastkv.tiny import write_lastkv
 from oracle import tiny_models, trajectories
 
 from cuda_audit.run import audit

@@ -1,6 +1,6 @@
 """`run_world`: call one function on every rank of a world, get its results, never hang.
 
-    results = run_world(World(tp=2), "attention.ranks:merge_cases", cases=[...])    # one value a rank
+    results = run_world(World(tp=2), "layers.softmax.ranks:merge_cases", cases=[...])    # one value a rank
 
 The function is named, not passed: it lives in an importable module below tests/ that every rank imports for
 itself. It receives the `World` and the keyword arguments, and sets up the process group (`RANK`,

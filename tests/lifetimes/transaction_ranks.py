@@ -24,9 +24,9 @@ from megatron_lrl.lifetimes.stale import LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl import accumulate
 from megatron_lrl.rl.rewards import load_reward
-from megatron_lrl.rl.text import Text
 from megatron_lrl.rl.trainer import Trainer
-from megatron_lrl.rl.types import Prompt
+from megatron_lrl.rollout.text import Text
+from megatron_lrl.rollout.types import Prompt
 from megatron_lrl.runtime import Layout, Runtime, runtime_scope
 from megatron_lrl.settings import Config
 

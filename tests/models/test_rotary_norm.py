@@ -22,9 +22,9 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from megatron_lrl.layers.rope_spec import RopeSpec, read_rope
+from megatron_lrl.layers.rotary import PositionRotaryEmbedding
 from megatron_lrl.models.norm import RMSNorm
-from megatron_lrl.models.rope_spec import RopeSpec, read_rope
-from megatron_lrl.models.rotary import PositionRotaryEmbedding
 
 D = 16
 POSITIONS = torch.tensor([0, 1, 2, 255, 256, 257, 1023, 5, 5, 70_000])

@@ -23,9 +23,9 @@ from lifetimes.tiny import ids, tiny_run
 
 from megatron_lrl.rl import accumulate
 from megatron_lrl.rl.rewards import load_reward
-from megatron_lrl.rl.text import Text
 from megatron_lrl.rl.trainer import Trainer
-from megatron_lrl.rl.types import Prompt
+from megatron_lrl.rollout.text import Text
+from megatron_lrl.rollout.types import Prompt
 
 VOCAB, QUARTERS, C = 131, 4, 8
 PROMPT, RESPONSE = 2 * C + C // 2, C  # fed positions 19 to 26: a boundary at 24

@@ -22,7 +22,7 @@ from lifetimes.tiny import gradient, ids, tiny_run
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.omitted import exact_gradient, measures_omitted, omitted_metrics
 from megatron_lrl.rl.stopwatch import Stopwatch
-from megatron_lrl.rl.types import Group, Response
+from megatron_lrl.rollout.types import Group, Response
 
 OMITTED = "omitted/relative_l2_all"
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.rl.advantage import advantages, group_advantages
-from megatron_lrl.rl.types import Group, Response
+from megatron_lrl.rollout.types import Group, Response
 
 KINDS = ("grpo", "dr_grpo", "rloo")
 

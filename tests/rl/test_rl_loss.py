@@ -27,7 +27,7 @@ from megatron_lrl.rl.loss import (
     token_weights,
     window_totals,
 )
-from megatron_lrl.rl.types import Group, Response
+from megatron_lrl.rollout.types import Group, Response
 from megatron_lrl.settings import LossTable
 
 FULL = LossTable(clip_low=0.2, clip_high=0.3, kl_coef=0.1, importance_cap=1.5)

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.rl.rewards import load_reward
-from megatron_lrl.rl.types import Prompt
+from megatron_lrl.rollout.types import Prompt
 
 BUILT_IN = "megatron_lrl.rl.rewards:"
 

@@ -12,10 +12,10 @@ from megatron_lrl.checkpoint.hf_export import parameter_value, write_hf_file
 from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.gradients import compare_gradients, snapshot
 from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
-from megatron_lrl.lifetimes.schedule import phase
+from megatron_lrl.passes.schedule import phase
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate, nonfinite_branches
-from megatron_lrl.rl.data import read_trajectories
 from megatron_lrl.rl.verbs import limits
+from megatron_lrl.rollout.data import read_trajectories
 from megatron_lrl.runtime import Runtime
 from worlds.ranks import Case, config_of, scope
 

@@ -21,20 +21,20 @@ from oracle.dtype_watch import FloatWatch
 
 from megatron_lrl.checkpoint.hf_export import write_hf_file
 from megatron_lrl.config import load_config
+from megatron_lrl.layers.sequence import SequenceState
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.replay import Branch, Replay
 from megatron_lrl.lifetimes.run import Run, load_policy, open_run, read_model_architecture
-from megatron_lrl.lifetimes.schedule import phase
 from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.passes.schedule import phase
 from megatron_lrl.rl import verbs
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
-from megatron_lrl.rl.data import read_prompts, read_trajectories
 from megatron_lrl.rl.loss import summarise
-from megatron_lrl.rl.rollout import Rollout, Sampler
+from megatron_lrl.rollout.builtin import Rollout, Sampler
+from megatron_lrl.rollout.data import read_prompts, read_trajectories
 from megatron_lrl.runtime import Layout, Runtime, runtime_scope
 from megatron_lrl.settings import Config
-from megatron_lrl.state import SequenceState
 
 Case = dict[str, Any]
 

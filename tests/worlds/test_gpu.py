@@ -17,7 +17,7 @@ import pytest
 import torch
 from harness import ONE, World
 from harness.verbs import run_verb
-from lastkv.tiny import write_lastkv
+from layers.lastkv.tiny import write_lastkv
 from oracle import tiny_models, trajectories
 from oracle.compare import compare_tensors
 from safetensors.torch import load_file

@@ -13,8 +13,8 @@ from the oracle, but pipeline stages only hand on what one rank computes: they m
 embedding's two gradients.
 Sampler and replay are compared as distributions at every place, with and without the setting, on the same weights.
 Not shown: Transformer Engine's fused norms (they get their input through `models.layer.Narrow`), real models (numbers
-in megatron_lrl/lastkv/README.md). Experts: a token whose two best experts are nearly tied goes elsewhere than in the
-oracle, so of mixtures only the stream's dtypes are held.
+in megatron_lrl/layers/lastkv/README.md). Experts: a token whose two best experts are nearly tied goes elsewhere
+than in the oracle, so of mixtures only the stream's dtypes are held.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 import pytest
 import torch
 from harness import ONE, World, run_world
-from lastkv.test_lastkv_sampler import whole
-from lastkv.tiny import token_ids
+from layers.lastkv.test_lastkv_sampler import whole
+from layers.lastkv.tiny import token_ids
 from oracle import hf_oracle, lastkv_hybrid, lastkv_reference, tiny_models
 from oracle.compare import compare_tensors
 from oracle.trajectories import window, write_jsonl
@@ -193,7 +193,7 @@ def test_sampler_and_replay_come_closer(
         for residual in RESIDUALS
     ]  # fmt: skip
     kl = []
-    for of_case in run_world(ONE, "lastkv.ranks:sample_and_replay", cases=cases)[0]:
+    for of_case in run_world(ONE, "layers.lastkv.ranks:sample_and_replay", cases=cases)[0]:
         of_place = []
         for prompt in of_case:
             sampler, replay = whole([prompt], "sampler_seen"), whole([prompt], "replay_seen")

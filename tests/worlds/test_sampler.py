@@ -23,7 +23,7 @@ from harness import ONE, WORLDS, World, run_world
 from oracle import hf_oracle
 from oracle.compare import max_difference
 
-from megatron_lrl.rl.sampling import draw, uniform
+from megatron_lrl.rollout.sampling import draw, uniform
 
 BAR, RATIO_BAR = 2e-5, 1e-4
 MODEL, VOCAB = "qwen3", 131

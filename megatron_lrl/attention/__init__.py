@@ -1,1 +1,0 @@
-"""Segment attention: queries of new tokens over resident and live keys and values."""

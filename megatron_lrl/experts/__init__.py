@@ -1,0 +1,1 @@
+"""Routing recorded while sampling and used in replay; balance of experts."""

@@ -1,0 +1,312 @@
+"""Routing as part of the policy: recorded while sampling, measured and used in replay.
+
+    sampler   advance(..., routing=Recorder)          each fed response token: experts in order, and their weights
+    replay    advance(..., routing=ReplayRouting)     own choice against the record ─► mismatch
+                                                      use_recorded_routing: experts and weights of the record,
+                                                      their gradient through the current router
+
+Row i of a record belongs to the token whose output predicts token i of the response: row 0 to the last prompt token.
+The prefix needs no record: sampler and replay read the same captured one. Every rank sees the rows of its own slots and
+layers, so a record is put together over tp (under sequence parallelism), cp and pp.
+
+Legend: n rows of a router on this rank, R response tokens, L expert layers, E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lrl.errors import UserError
+from megatron_lrl.experts.balance import TakenExperts
+from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.layout import TokenLayout
+from megatron_lrl.settings import Config
+
+if TYPE_CHECKING:
+    from megatron_lrl.lifetimes.run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRouting:
+    """Routing of one response. ``layers``: 0-based numbers of the expert layers."""
+
+    layers: tuple[int, ...]
+    expert_RLk: Tensor  # int64, in the order of the router's choice, CPU
+    weight_RLk: Tensor  # float32, or float64 of a float64 model, CPU
+
+
+def expert_layers(arch: Architecture) -> tuple[int, ...]:
+    """0-based numbers of the layers with experts."""
+    return tuple(number for number, sparse in enumerate(arch.moe_layers) if sparse)
+
+
+def routing_policy(arch: Architecture, config: Config) -> str:
+    """The rule by which tokens find their experts, for identities."""
+    moe = arch.moe
+    if moe is None:
+        return "dense"
+    groups = f" of the best {moe.top_groups} of {moe.groups} groups" if moe.groups > 1 else ""
+    recorded = ", recorded" if config.replay.use_recorded_routing else ""
+    return (
+        f"{moe.score}{'+bias' if moe.bias else ''} top {moe.top_k} of {moe.num_experts}{groups}"
+        f"{', normalised' if moe.normalise else ''}, scale {moe.scale:g}{recorded}"
+    )
+
+
+def check_routing(config: Config, arch: Architecture) -> None:
+    """Raise `UserError` for settings of experts that the model does not have."""
+    if arch.moe is None:
+        for key, value in (
+            ("rollout.record_routing", config.rollout.record_routing),
+            ("replay.use_recorded_routing", config.replay.use_recorded_routing),
+            ("moe.aux_loss_coef", config.moe.aux_loss_coef),
+        ):
+            if value:
+                raise UserError(f"{key} = {str(value).lower()}, but the model is dense and has no experts")
+    rate = config.moe.router_bias_update_rate
+    if rate and not (arch.moe is not None and arch.moe.bias):
+        raise UserError(
+            f"moe.router_bias_update_rate = {rate:g}, but the model's routers have no bias; valid: 0"
+        )
+
+
+class Rows(NamedTuple):
+    """Which rows of a router's input are response tokens."""
+
+    row_n: Tensor
+    branch_n: Tensor
+    token_n: Tensor  # index of the response token that the row's output predicts
+
+    def to(self, device: torch.device) -> Rows:
+        """From the host, which knows them, without waiting for the device."""
+        return Rows(*(x.to(device, non_blocking=True) for x in self))
+
+
+def response_rows(layout: TokenLayout, core: Any, first: Sequence[int], lengths: Sequence[int]) -> Rows:
+    """Rows of this rank that belong to responses, whose token 0 is predicted at positions ``first``; on the CPU.
+
+    Under sequence parallelism a rank's router sees its tp slice of the slots.
+    """
+    config, tp = core.config, core.pg_collection.tp
+    slots, start = layout.local_slots, layout.local_start
+    if config.sequence_parallel:
+        slots //= tp.size()
+        start += tp.rank() * slots
+    flat = torch.arange(start, start + slots)
+    offsets, starts, firsts, counts = (
+        torch.tensor(list(values), dtype=torch.long)
+        for values in (layout.offsets[:-1], layout.starts, first, lengths)
+    )
+    branch = torch.searchsorted(offsets, flat, right=True) - 1
+    token = starts[branch] + flat - offsets[branch] - firsts[branch]
+    (row,) = torch.where((flat < layout.tokens) & (token >= 0) & (token < counts[branch]))
+    return Rows(row, branch[row], token[row])
+
+
+class Recorder:
+    """Collects the routing of a group while it is sampled. Every rank of the replica makes one."""
+
+    def __init__(self, run: Run, responses: int, first: int) -> None:
+        """``first``: position whose output predicts token 0 of every response."""
+        self.run, self.responses, self.first = run, responses, first
+        self.active: list[int] = list(range(responses))  # branch of the state -> response
+        self._parts: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
+        self._rows: Rows | None = None
+        self._response_n = torch.zeros(0, dtype=torch.long)
+
+    def begin(self, layout: TokenLayout, core: Any) -> Recorder:
+        """Before a pass; `active` says which response each branch is."""
+        count = len(layout.lengths)
+        longest = self.run.config.rollout.max_new_tokens
+        rows, device = response_rows(layout, core, [self.first] * count, [longest] * count), _device(core)
+        self._rows = rows.to(device)
+        self._response_n = torch.tensor(self.active)[rows.branch_n].to(device, non_blocking=True)
+        return self
+
+    def chosen(self, layer_number: int, expert_nk: Tensor) -> Tensor:
+        """The router's own choice."""
+        return expert_nk
+
+    def weighed(self, layer_number: int, scores_nE: Tensor, expert_nk: Tensor, weight_nk: Tensor) -> Tensor:
+        """Keep the rows of responses."""
+        assert self._rows is not None
+        row_n, _, token_n = self._rows
+        # Finished branches are fed on; `records` cuts what their responses no longer hold.
+        part = (layer_number - 1, self._response_n, token_n, expert_nk[row_n], weight_nk.detach()[row_n])
+        self._parts.append(part)
+        return weight_nk
+
+    def records(self, lengths: Sequence[int]) -> list[RecordedRouting]:
+        """The record of each response of ``lengths`` tokens, on every rank; collective over the replica."""
+        run, runtime = self.run, self.run.runtime
+        moe, layers = run.arch.moe, expert_layers(run.arch)
+        assert moe is not None
+        longest = max(lengths)
+        # One row more than the longest response has, for what finished branches were fed on.
+        shape = (self.responses, longest + 1, len(layers), moe.top_k)
+        expert = torch.zeros(shape, dtype=torch.int64, device=runtime.device)
+        weight = torch.zeros(shape, dtype=run.wide, device=runtime.device)
+        for layer, response_n, token_n, expert_nk, weight_nk in self._parts:
+            place = (response_n, token_n.clamp(max=longest), layers.index(layer))
+            expert[place], weight[place] = expert_nk, weight_nk.to(run.wide)
+        groups = runtime.groups
+        parallel = [groups.tp] if run.core(run.model).config.sequence_parallel else []
+        for group in (*parallel, groups.cp, groups.pp):
+            if group.size() > 1:  # every row lies on one rank, the others hold zeros
+                dist.all_reduce(expert, group=group)
+                dist.all_reduce(weight, group=group)
+        expert, weight = expert.cpu(), weight.cpu()
+        return [RecordedRouting(layers, expert[j, :n], weight[j, :n]) for j, n in enumerate(lengths)]
+
+
+class RoutingTotals:
+    """What this rank saw of its rows: mismatch against records, and the experts' load. Sums over ranks are exact."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self.load_E = run, dict[int, Tensor]()  # 0-based layer -> tokens of each expert
+        self.pairs = 0  # (token, layer) with a record
+        # On the device, so that no layer waits for it: pairs with another set of experts, and the largest difference
+        # of a weight, where the sets agree.
+        self.differing: Tensor | int = 0
+        self.largest: Tensor | float = 0.0
+
+    def clear(self) -> None:
+        """Forget everything: a window begins, or starts over."""
+        self.pairs, self.differing, self.largest = 0, 0, 0.0
+        self.load_E.clear()
+
+    def mismatch(self) -> dict[str, Tensor]:
+        """Metric sums over all ranks; collective over the world."""
+        device = self._run.runtime.device
+        sums = torch.tensor([int(self.differing), self.pairs], dtype=torch.float64, device=device)
+        largest = torch.tensor(float(self.largest), dtype=torch.float64, device=device)
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return {
+            "routing_differing_sum": sums[0],
+            "routing_pairs_sum": sums[1],
+            "routing_weight_difference_max": largest,
+        }
+
+    def add_load(self, layer_number: int, load_E: Tensor) -> None:
+        """Add tokens of each expert of a layer (1-based, as Megatron-Core counts)."""
+        before_E = self.load_E.get(layer_number - 1)
+        self.load_E[layer_number - 1] = load_E if before_E is None else before_E + load_E
+
+    def compare(self, own_nk: Tensor, recorded_nk: Tensor) -> Tensor:
+        """Count rows whose set of experts differs. Returns which rows agree."""
+        same_n = (own_nk.sort(-1)[0] == recorded_nk.sort(-1)[0]).all(-1)
+        self.pairs += same_n.numel()
+        self.differing = self.differing + (~same_n).sum()
+        return same_n
+
+    def compare_weights(self, gap_nk: Tensor, same_n: Tensor) -> None:
+        """Note the largest difference of a weight among the rows that agree."""
+        if same_n.numel():
+            gap = torch.where(same_n.unsqueeze(-1), gap_nk.abs(), 0).max()
+            self.largest = (
+                gap if isinstance(self.largest, float) else torch.maximum(self.largest, gap.to(self.largest))
+            )
+
+
+class ReplayRouting:
+    """Goes with one micro-batch of responses through all its passes."""
+
+    def __init__(
+        self,
+        run: Run,
+        records: Sequence[RecordedRouting | None],
+        first: Sequence[int],
+        lengths: Sequence[int],
+        balance: float = 0.0,
+    ) -> None:
+        """``records``: of each branch, if it has one. ``balance``: weight of a response's auxiliary loss."""
+        self.run, self.records, self.first, self.lengths = run, list(records), list(first), list(lengths)
+        self.balance, self.totals = balance, run.routing
+        self.use = run.config.replay.use_recorded_routing
+        self._rows: Rows | None = None
+        self._layers: tuple[int, ...] = ()
+        self._found: tuple[Tensor, Tensor, Tensor] | None = (
+            None  # rows with a record, its experts and weights, [n, L, k]
+        )
+
+    def begin(self, layout: TokenLayout, core: Any) -> ReplayRouting:
+        """Before a pass: everything that its layers need goes to the device at once."""
+        device, rows_n = _device(core), response_rows(layout, core, self.first, self.lengths)
+        self._rows, self._found = rows_n.to(device), None
+        rows, experts, weights = [], [], []
+        for branch, record in enumerate(self.records):
+            if record is None:
+                continue
+            mine_n = rows_n.branch_n == branch
+            token_n = rows_n.token_n[mine_n]
+            rows.append(rows_n.row_n[mine_n])
+            experts.append(record.expert_RLk[token_n])
+            weights.append(record.weight_RLk[token_n])
+            self._layers = record.layers
+        if rows:
+            row_n, expert_nLk, weight_nLk = (
+                torch.cat(x).to(device, non_blocking=True) for x in (rows, experts, weights)
+            )
+            self._found = row_n, expert_nLk, weight_nLk
+        return self
+
+    def chosen(self, layer_number: int, expert_nk: Tensor) -> Tensor:
+        """The experts of the record, where it is to be used; measures the mismatch in passes with a gradient."""
+        found = self._recorded(layer_number)
+        if found is None:
+            return expert_nk
+        row_n, recorded_nk, _ = found
+        if torch.is_grad_enabled():
+            self.totals.compare(expert_nk[row_n], recorded_nk)
+        return expert_nk.index_copy(0, row_n, recorded_nk) if self.use else expert_nk
+
+    def weighed(self, layer_number: int, scores_nE: Tensor, expert_nk: Tensor, weight_nk: Tensor) -> Tensor:
+        """The weights of the record, where it is to be used, with the gradient of the router's own."""
+        assert self._rows is not None
+        if torch.is_grad_enabled():  # each response token counts once: in its pass with a gradient
+            taken = TakenExperts(self.run, self._rows.row_n, self._rows.branch_n, scores_nE, expert_nk)
+            if self.run.config.moe.router_bias_update_rate:
+                self.totals.add_load(layer_number, taken.load())
+            if self.balance:
+                weight_nk = taken.with_loss(weight_nk, self.lengths, self.balance)
+        found = self._recorded(layer_number)
+        if found is None:
+            return weight_nk
+        row_n, recorded_nk, recorded_weight_nk = found
+        recorded_weight_nk = recorded_weight_nk.to(weight_nk.dtype)
+        if torch.is_grad_enabled():
+            self._difference(expert_nk[row_n], weight_nk.detach()[row_n], recorded_nk, recorded_weight_nk)
+        if not self.use:
+            return weight_nk
+        # The value is the record's, the slope the current router's (straight through): what is added is exactly 0.
+        constant_nk = weight_nk.detach()
+        return constant_nk.index_copy(0, row_n, recorded_weight_nk) + (weight_nk - constant_nk)
+
+    def _recorded(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows with a record, and what it says of this layer."""
+        if self._found is None:
+            return None
+        row_n, expert_nLk, weight_nLk = self._found
+        layer = self._layers.index(layer_number - 1)  # the same in every record of a model
+        return row_n, expert_nLk[:, layer], weight_nLk[:, layer]
+
+    def _difference(
+        self, own_nk: Tensor, weight_nk: Tensor, recorded_nk: Tensor, recorded_weight_nk: Tensor
+    ) -> None:
+        """The largest difference of a weight, among rows with the same experts."""
+        own_order, order = own_nk.argsort(-1), recorded_nk.argsort(-1)
+        same_n = (own_nk.gather(-1, own_order) == recorded_nk.gather(-1, order)).all(-1)
+        gap_nk = weight_nk.gather(-1, own_order) - recorded_weight_nk.gather(-1, order)
+        self.totals.compare_weights(gap_nk, same_n)
+
+
+def _device(core: Any) -> torch.device:
+    """Where a model's activations are."""
+    return core.rotary_pos_emb.inv_freq.device

@@ -1,0 +1,1 @@
+"""Softmax attention: queries of new tokens over resident and live keys and values."""

@@ -1,0 +1,1 @@
+"""Passes over the model: schedules, lockstep, restarts of a sweep, kept graphs, the ledger."""

@@ -1,0 +1,1 @@
+"""Bytes and operations of a window, before launch."""

@@ -1,0 +1,266 @@
+"""Bytes of one rank by lifetime, before anything is loaded.
+
+    settings + architecture ─ planned run (meta device) ─ parameters, gradient buffers, optimizer state
+                                                        ├ capture, replay, sweep of a short prompt ─ peak graphs
+    layout of the prompt's chunks ──────────────────────┴ resident state and adjoint of the whole prompt
+
+What is resident follows from how the prompt's tokens lie, which is counted; what graphs hold is measured in passes of a
+few chunks through a few layers (`plan_graphs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from megatron_lrl.checkpoint.optimizer_state import prime
+from megatron_lrl.layers.advance import token_layout
+from megatron_lrl.layers.softmax.kernels import accumulate_dtype
+from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
+from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.models.build import configured_model
+from megatron_lrl.models.hf_config import ATTENTION, Architecture
+from megatron_lrl.passes.restarts import recurrent_bytes
+from megatron_lrl.plan.graphs import Graphs, Work, stage_kinds
+from megatron_lrl.plan.world import PlannedRuntime, planned_world, rehearsal
+from megatron_lrl.runtime import DTYPES, Layout
+from megatron_lrl.settings import Config
+
+_WIDE_WORD = 8  # bytes of a recorded per-token value
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Planned bytes of one rank.
+
+    ``state`` (with the snapshots of recurrent states) and ``adjoint`` are those of one prompt under the contract;
+    ``sampling_state`` what sampling keeps of it; ``refilled`` what a sweep makes again at a time
+    (prefix.snapshot_bytes). ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all
+    micro-batches in flight, with what replayed responses keep resident between the rounds of their chunks (LastKV).
+    """
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    window: int
+    state: int
+    adjoint: int
+    sampling_state: int
+    replay_graph: int
+    sweep_graph: int
+    resident_groups: int = 1
+    refilled: int = 0
+
+    @property
+    def run(self) -> int:
+        """The run-persistent lifetime."""
+        return self.parameters + self.gradients + self.optimizer + self.reference
+
+    @property
+    def groups(self) -> int:
+        """The prompt-group lifetime at its peak: all resident prefixes, one of them with its adjoint."""
+        return max(self.resident_groups * self.state + self.adjoint + self.refilled, self.sampling_state)
+
+    @property
+    def replay(self) -> int:
+        """The replay lifetime at its peak: one replay's graphs or one sweep's, whichever is larger."""
+        return max(self.replay_graph, self.sweep_graph)
+
+    @property
+    def total(self) -> int:
+        """Peak over a window."""
+        return self.run + self.window + self.groups + self.replay
+
+    def lifetimes(self) -> dict[str, int]:
+        """By the names of `Ledger`."""
+        return {"run": self.run, "window": self.window, "group": self.groups, "replay": self.replay}
+
+
+def planned_run(config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True) -> Run:
+    """One rank's run as `open_run` makes it, inside a `rehearsal`. The optimizer's moments exist."""
+    model: Any = configured_model(config, arch, runtime)
+    run = Run(config, runtime, arch, model, version=1)
+    shard = optimizer and runtime.groups.dp_cp.size() > 1
+    run.model = wrap_ddp(model, runtime, shard)
+    if optimizer:
+        if config.loss.kl_coef > 0:
+            run.reference = configured_model(config, arch, runtime)
+        run.optimizer, run.scheduler = build_optimizer(run.model, config, shard, gloo_groups=False)
+        prime(run.optimizer)
+    run.measure_run_bytes()
+    return run
+
+
+class Plan:
+    """A rank's planned run, to be asked for windows of any shape, inside the block of `open_plan`."""
+
+    def __init__(
+        self, config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True
+    ) -> None:
+        self.run = planned_run(config, runtime, arch, optimizer)
+        self._graphs = Graphs(self.run)
+        self._groups: dict[tuple[int, str], PromptGroup] = {}
+
+    def bytes_of(self, work: Work, contract: str | None = None, recorded: bool = False) -> RankBytes:
+        """Bytes of a window of this shape under a contract (default: the config's).
+
+        ``recorded``: the responses exist already (`grad`), so nothing is sampled, and prompts are resident one by one.
+        """
+        contract = contract or self.run.config.prefix.contract
+        config, dp = self.run.config, self.run.runtime.dp
+        one_by_one = recorded or contract == "conventional" or self.run.reference is not None
+        peaks = self._graphs.peaks(contract, work)
+        state, adjoint = self.resident(work.prompt, contract)
+        return RankBytes(
+            stage=self.run.runtime.pp_rank,
+            **self.run.ledger.parts,
+            window=_WIDE_WORD * work.group * (2 * work.response + 1) * config.train.groups_per_update,
+            state=state,
+            adjoint=adjoint,
+            sampling_state=0 if recorded else self.resident(work.prompt, "response_only")[0],
+            replay_graph=peaks.replay,
+            sweep_graph=peaks.sweep,
+            resident_groups=1 if one_by_one else -(-config.train.groups_per_update // dp),
+            refilled=self.refilled(work.prompt, contract),
+        )
+
+    def resident(self, prompt: int, contract: str) -> tuple[int, int]:
+        """Bytes of a prompt's state when the first replay begins, and of its adjoint at its peak, on this rank."""
+        if contract == "conventional" or prompt < 2:
+            return 0, 0
+        run, core = self.run, self.run.core(self.run.model)
+        group = self._group(prompt, contract)
+        spans, live_from = group.spans(), group.live_from
+        local = self._local_tokens(spans)
+        starts, layers = [low for low, _ in spans], self._attention_layers
+        live = sum(n for n, low in zip(local, starts, strict=True) if low >= live_from)
+        tokens, with_adjoint = layers * sum(local), layers * live
+        if (lastkv := run.arch.lastkv) is not None:
+            # The last layer's pages of every chunk on every stage; own-layer pages only of the newest chunks and of
+            # those that a sweep restarts from or recomputes, whose adjoints exist for two chunks at a time.
+            chunks = [low // lastkv.chunk_size for low in starts]
+            own_layers = layers - 1 if core.post_process else layers
+            kept = self._own_chunks(group)
+            own = sum(n for n, chunk in zip(local, chunks, strict=True) if chunk in kept)
+            by_chunk = [0] * (chunks[-1] + 2)
+            for n, low, chunk in zip(local, starts, chunks, strict=True):
+                by_chunk[chunk] += n if low >= live_from else 0
+            pairs = max(a + b for a, b in pairwise(by_chunk))
+            tokens, with_adjoint = sum(local) + own_layers * own, live + own_layers * pairs
+        config = core.config
+        wide = accumulate_dtype(config.params_dtype)
+        state = tokens * self._token_elements * config.params_dtype.itemsize
+        adjoint = with_adjoint * self._token_elements * wide.itemsize
+        if not run.arch.hybrid:
+            return state, adjoint
+        # Recurrent layers: the newest state, and snapshots; the adjoint is one state, whatever the length.
+        restarts = group.restarts()
+        snapshots = 0
+        if live:
+            every = [low for low in starts if low >= live_from]
+            snapshots = len(every if restarts.positions is None else restarts.positions) - (live_from == 0)
+        state += self._recurrent_bytes(config.params_dtype) * (1 + snapshots)
+        return state, adjoint + (self._recurrent_bytes(wide) if live else 0)
+
+    def refilled(self, prompt: int, contract: str) -> int:
+        """Bytes that a sweep makes again at a time, where ``prefix.snapshot_bytes`` asks for few restarts."""
+        if contract == "conventional" or prompt < 2 or not self.run.config.prefix.snapshot_bytes:
+            return 0
+        core, lastkv = self.run.core(self.run.model), self.run.arch.lastkv
+        group = self._group(prompt, contract)
+        spans = group.spans()
+        kept = None if lastkv is None else self._own_chunks(group)
+        most, own_layers = 0, self._attention_layers - core.post_process
+        for part in group.restarts().parts:
+            tokens = 0
+            if kept is not None and lastkv is not None:
+                again_spans = [spans[i] for i in part.again]
+                tokens = sum(
+                    self._local_tokens([s for s in again_spans if s[0] // lastkv.chunk_size not in kept])
+                )
+            again = len(part.again) * self._recurrent_bytes(self._dtype)
+            most = max(most, again + own_layers * tokens * self._token_elements * self._dtype.itemsize)
+        return most
+
+    def _group(self, prompt: int, contract: str) -> PromptGroup:
+        """A group that is never captured: it knows where its chunks lie. Its ids take no room, however many."""
+        if (prompt, contract) not in self._groups:
+            group = PromptGroup(self.run, "plan", (0,), contract)
+            group.prompt_ids = range(prompt)  # type: ignore[assignment]
+            self._groups[prompt, contract] = group
+        return self._groups[prompt, contract]
+
+    def _local_tokens(self, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """Tokens of captured chunks that lie on this rank."""
+        core, empty = self.run.core(self.run.model), self.run.new_state(1)
+        lengths = {high - low for low, high in spans}
+        local = {n: token_layout(core, empty, [n]).local_tokens for n in lengths}
+        return [local[high - low] for low, high in spans]
+
+    def _own_chunks(self, group: PromptGroup) -> Container[int]:
+        """LastKV chunks whose own-layer keys and values a captured prefix keeps."""
+        spans, lastkv, live_from = group.spans(), self.run.arch.lastkv, group.live_from
+        assert lastkv is not None
+        newest = spans[-1][0] // lastkv.chunk_size
+        if live_from >= spans[-1][1]:
+            return range(newest - 1, newest + 1)
+        kept = group.restarts().kept_chunks
+        if kept is None:
+            return range(live_from // lastkv.chunk_size - 1, newest + 1)
+        return kept | {newest - 1, newest}
+
+    @property
+    def _token_elements(self) -> int:
+        """Of the keys and values of one token in one layer."""
+        config = self.run.core(self.run.model).config
+        return 2 * config.kv_channels * config.num_query_groups // config.tensor_model_parallel_size
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.run.config.model.dtype]
+
+    @property
+    def _attention_layers(self) -> int:
+        """Of this stage."""
+        kinds = stage_kinds(self.run.arch, self.run.runtime.layout.pp, self.run.runtime.pp_rank)
+        return sum(kind.mixer == ATTENTION for kind in kinds)
+
+    def _recurrent_bytes(self, dtype: torch.dtype) -> int:
+        """One state of this stage's recurrent layers."""
+        runtime = self.run.runtime
+        return recurrent_bytes(self.run.arch, runtime.layout, dtype.itemsize, runtime.pp_rank)
+
+
+@contextmanager
+def open_plan(
+    config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True
+) -> Iterator[Plan]:
+    """A plan for the rank whose place ``runtime`` is. Everything asked of it must be asked inside the block."""
+    with rehearsal(runtime.layout.pp - runtime.pp_rank):
+        yield Plan(config, runtime, arch, optimizer)
+
+
+@contextmanager
+def open_plan_of_stage(config: Config, arch: Architecture, world_size: int, stage: int) -> Iterator[Plan]:
+    """A plan for the first rank of a pipeline stage, whose share of a prompt is the largest, in a planned world.
+
+    Raises `UserError` if the layout does not divide the world.
+    """
+    parallel = config.parallel
+    layout = Layout(parallel.tp, parallel.cp, parallel.pp, parallel.ep)
+    rank = stage * (world_size // layout.pp)  # pipeline ranks are outermost
+    with planned_world(layout, world_size, rank) as runtime, open_plan(config, runtime, arch) as plan:
+        yield plan
+
+
+def stages_that_differ(pp: int) -> Sequence[int]:
+    """Pipeline stages of each kind: the first (embedding, most graphs), the second, the last (head)."""
+    return sorted({0, min(1, pp - 1), pp - 1})

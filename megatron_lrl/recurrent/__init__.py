@@ -1,1 +1,0 @@
-"""The gated delta rule from a given state to the next one, and what feeds it."""

@@ -1,0 +1,1 @@
+"""Groups of a window: prompts, sampling, the journal."""

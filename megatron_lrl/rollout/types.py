@@ -1,0 +1,49 @@
+"""What passes between data, rollout, scoring and loss: prompts, responses, groups.
+
+Token ids in, token ids out: nothing here holds text that would be encoded again. All values are immutable,
+so a window that starts over finds exactly what it recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lrl.rollout.recorded_routing import Routing
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled continuation of a prompt.
+
+    ids: the sampled tokens, at least one; an end-of-sequence token that was sampled is part of them.
+    reward: the verifiable reward, or None while it is not known.
+    logprobs: natural log-probabilities of `ids` under the distribution they were sampled from, one per token.
+    advantage: set when it was recorded; otherwise it is computed from the group's rewards.
+    routing: experts and weights that the sampler gave its tokens, if they were recorded.
+    """
+
+    ids: tuple[int, ...]
+    reward: float | None = None
+    logprobs: tuple[float, ...] | None = None
+    advantage: float | None = None
+    routing: Routing | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt's token ids (at least one) and the responses that share it (at least one)."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    responses: tuple[Response, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to sample from. `record` is the whole JSONL record, for rewards (e.g. record["answer"])."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    record: Mapping[str, Any] = field(default_factory=dict)
