@@ -40,6 +40,7 @@ class Branch:
     key: BranchKey
     ids: tuple[int, ...]
     routing: RecordedRouting | None = None  # of the tokens that are fed, if it was recorded
+    mask: tuple[int, ...] | None = None  # 0 where a token is fed but never scored
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -131,7 +132,7 @@ class _Pass:
         tokens, first, ids = replay.group.feed([branch.ids for branch in batch])
         self.routing = replay.routing(batch, first, ids)
         self.tokens: Sequence[Sequence[int]] = tokens
-        self.targets = Targets(first, ids)
+        self.targets = Targets(first, ids, [branch.mask for branch in batch])
 
     def finish(self, values_2S: Tensor, index_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metric sums of scored tokens."""

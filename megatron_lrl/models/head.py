@@ -150,12 +150,21 @@ def _reduce(x: Tensor, op: Any, group: Any) -> None:
 class Targets:
     """What each response token's predecessor must predict, by absolute position.
 
-    Branch j's token at position ``first[j] + i`` is scored on ``ids[j][i]``. Positions, not places in a batch, so that
-    an advance may be cut in any way.
+    Branch j's token at position ``first[j] + i`` is scored on ``ids[j][i]``, unless ``masks[j][i]`` is 0. Positions,
+    not places in a batch, so that an advance may be cut in any way.
     """
 
-    def __init__(self, first: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        first: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        masks: Sequence[Sequence[int] | None] | None = None,
+    ) -> None:
         self.first, self.ids = tuple(first), [torch.as_tensor(branch, dtype=torch.long) for branch in ids]
+        self.scored = [
+            None if mask is None else torch.as_tensor(mask, dtype=torch.bool)
+            for mask in masks or [None] * len(ids)
+        ]
         self.offsets = (0, *accumulate(len(branch) for branch in ids))
 
     @property
@@ -172,9 +181,13 @@ class Targets:
             low = max(0, start - self.first[j], first_slot - offset)
             high = min(len(self.ids[j]), start + length - self.first[j], end_slot - offset)
             if low < high:
-                rows.append(torch.arange(low, high) + (offset - first_slot))
-                targets.append(self.ids[j][low:high])
-                indices.append(torch.arange(low, high) + self.offsets[j])
+                place = torch.arange(low, high)
+                scored = self.scored[j]
+                if scored is not None:
+                    place = place[scored[low:high]]
+                rows.append(place + (offset - first_slot))
+                targets.append(self.ids[j][place])
+                indices.append(place + self.offsets[j])
         return torch.cat(rows), torch.cat(targets), torch.cat(indices)
 
 

@@ -43,7 +43,12 @@ class BranchTerms:
 
 
 class WindowPlan:
-    """A window's groups with their final weights and advantages, and this rank's share of them."""
+    """A window's groups with their final weights and advantages, and this rank's share of them.
+
+    A response whose terms are all zero (equal rewards, advantages of zero) adds nothing to the gradient: it is not
+    replayed, and a group of such responses is neither captured nor swept for it. With a KL term, an auxiliary loss or a
+    router bias every response counts.
+    """
 
     def __init__(self, groups: Sequence[Group], config: Config, dp: int = 1, dp_rank: int = 0) -> None:
         """``groups``: all of the window, in the same order on every rank.
@@ -53,18 +58,31 @@ class WindowPlan:
         self.groups = list(groups)
         require_routing(groups, config)
         self.totals = window_totals(groups)
-        self.local = self.groups[dp_rank::dp]
         weights = token_weights(groups, config.loss.aggregate, self.totals)
         self.advantages = [group_advantages(group, config.loss.advantage) for group in groups]
         self.terms: dict[BranchKey, BranchTerms] = {}
-        for group, group_weights, advantage_G in zip(groups, weights, self.advantages, strict=True):
+        for group, group_weights, advantages in zip(groups, weights, self.advantages, strict=True):
             for index, response in enumerate(group.responses):
                 sampler = response.logprobs
                 self.terms[BranchKey(group.id, index)] = BranchTerms(
                     group_weights[index],
-                    advantage_G[index].expand(len(response.ids)),
+                    advantages[index],
                     None if sampler is None else torch.tensor(sampler, dtype=torch.float64),
                 )
+        every = config.loss.kl_coef or config.moe.aux_loss_coef or config.moe.router_bias_update_rate
+        self.live = {
+            key for key, terms in self.terms.items() if every or bool((terms.advantage_R != 0).any())
+        }
+        self.local = [group for group in self.groups[dp_rank::dp] if self.branches(group)]
+
+    def branches(self, group: Group) -> list[Branch]:
+        """The responses of a group that are replayed."""
+        return [branch for branch in branches_of(group) if branch.key in self.live]
+
+    @property
+    def skipped(self) -> float:
+        """Share of the window's responses that are not replayed, because their terms are zero."""
+        return 1.0 - len(self.live) / len(self.terms)
 
     @property
     def records_routing(self) -> bool:
@@ -79,13 +97,13 @@ class WindowPlan:
 
     @property
     def local_keys(self) -> list[BranchKey]:
-        return [branch.key for group in self.local for branch in branches_of(group)]
+        return [branch.key for group in self.local for branch in self.branches(group)]
 
 
 def branches_of(group: Group) -> list[Branch]:
     """The group's responses as branches of a replay, with their recorded routing."""
     return [
-        Branch(BranchKey(group.id, i), response.ids, _recorded(response.routing))
+        Branch(BranchKey(group.id, i), response.ids, _recorded(response.routing), response.mask)
         for i, response in enumerate(group.responses)
     ]
 
@@ -191,6 +209,10 @@ def accumulate(
     watch = watch or Stopwatch()
     _share_reference(window, reference)
     window.balance = config.moe.aux_loss_coef / plan.totals.responses
+    replayed = {group.id for group in plan.local}
+    for name, idle in (captured or {}).items():
+        if name not in replayed:
+            idle.close()
     with bar, phase(run):
         for group in plan.local:
             prefix = (captured or {}).get(group.id)
@@ -201,7 +223,7 @@ def accumulate(
                 with watch.phase("replay"):
                     for metrics in window.replay(prefix, batches, losses):
                         merged = merge_metrics(merged, metrics)
-            bar.update(len(group.responses))
+            bar.update(len(plan.branches(group)))
     sums = _merge_over_ranks(merged, run.runtime)
     return {**sums, **run.routing.mismatch()} if plan.records_routing else sums
 
@@ -216,7 +238,7 @@ def _losses(
     watch: Stopwatch,
 ) -> tuple[list[list[Branch]], list[TokenLoss]]:
     """A group's micro-batches and their losses; captures ``prefix`` unless it is resident."""
-    config, branches = window.run.config, branches_of(group)
+    config, branches = window.run.config, plan.branches(group)
     reference_logprobs = recomputed = None
     if reference is not None and config.loss.kl_coef > 0:
         with (
@@ -270,7 +292,7 @@ def nonfinite_branches(window: UpdateWindow, plan: WindowPlan, reference: Any = 
         if group not in plan.local:
             with phase(run):  # its capture
                 pass
-            for _ in range(len(group.responses) + 1):
+            for _ in range(len(plan.branches(group)) + 1):
                 alone("", None)
             continue
         with closing(window.prompt_group(group.id, group.prompt_ids)) as prefix:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.rollout.types import Group
+from megatron_lrl.rollout.types import Group, Response
 
 GRPO_EPSILON = 1e-6
 
@@ -42,8 +42,9 @@ def advantages(reward_G: Tensor, kind: str) -> Tensor:
     return centred_G
 
 
-def group_advantages(group: Group, kind: str) -> Tensor:
-    """Advantages [G] float64 of a group: the recorded ones if it has them, else computed from its rewards.
+def group_advantages(group: Group, kind: str) -> list[Tensor]:
+    """Advantages [R] float64 of each response of a group: the recorded ones if it has them, else computed from its
+    rewards and the same for all tokens; 0 where a response's mask is 0.
 
     Raises UserError naming the group if only some responses have an advantage, or if there is none and a
     reward is missing.
@@ -51,7 +52,7 @@ def group_advantages(group: Group, kind: str) -> Tensor:
     recorded = [response.advantage for response in group.responses]
     known = [value for value in recorded if value is not None]
     if len(known) == len(recorded):
-        return torch.tensor(known, dtype=torch.float64)
+        return [_per_token(r, torch.tensor(r.advantage, dtype=torch.float64)) for r in group.responses]
     if known:
         raise UserError(
             f"group {group.id!r}: {len(known)} of {len(recorded)} responses have an advantage; give all or "
@@ -64,6 +65,16 @@ def group_advantages(group: Group, kind: str) -> Tensor:
             'needs all of them, or an "advantage" for every response'
         )
     try:
-        return advantages(torch.tensor(rewards, dtype=torch.float64), kind)
+        advantage_G = advantages(torch.tensor(rewards, dtype=torch.float64), kind)
     except UserError as error:
         raise UserError(f"group {group.id!r}: {error}") from None
+    return [
+        _per_token(response, advantage)
+        for response, advantage in zip(group.responses, advantage_G, strict=True)
+    ]
+
+
+def _per_token(response: Response, advantage: Tensor) -> Tensor:
+    """One advantage, or one a token -> [R]."""
+    advantage_R = advantage.expand(len(response.ids))
+    return advantage_R if response.mask is None else advantage_R * torch.tensor(response.mask)

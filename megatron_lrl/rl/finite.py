@@ -14,11 +14,11 @@ from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.settings import Config
 
 
-def require_finite(config: Config, group: str, logprobs: Sequence[Sequence[float]]) -> None:
+def require_finite(config: Config, group: str, logprobs: Sequence[Sequence[float | None]]) -> None:
     """Raise `UserError` naming the first response of ``group`` whose log-probabilities are NaN or infinite."""
     for index, values in enumerate(logprobs):
         for token, value in enumerate(values):
-            if not math.isfinite(value):
+            if value is not None and not math.isfinite(value):
                 raise UserError(
                     f"the log-probability of token {token} of response {index} of group {group!r} is {value}; "
                     f"{_cause(config)}"

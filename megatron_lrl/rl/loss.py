@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.rollout.types import Group
+from megatron_lrl.rollout.types import Group, Response
 from megatron_lrl.settings import LossTable
 
 # Log-ratios are limited to this, so that exp cannot overflow and turn a clipped token's zero gradient into
@@ -42,9 +42,9 @@ class WindowTotals:
 
 
 def window_totals(groups: Iterable[Group]) -> WindowTotals:
-    """Count the responses and response tokens of some groups."""
-    lengths = [len(response.ids) for group in groups for response in group.responses]
-    return WindowTotals(responses=len(lengths), tokens=sum(lengths))
+    """Count the responses and the scored response tokens of some groups."""
+    scored = [response.scored for group in groups for response in group.responses]
+    return WindowTotals(responses=len(scored), tokens=sum(scored))
 
 
 def token_weights(
@@ -56,22 +56,23 @@ def token_weights(
 ) -> list[list[Tensor]]:
     """The weight of every response token: weights[group][response] is a tensor [R] of that response's length.
 
-    aggregate "token": 1 / tokens of the window; "sequence": 1 / (responses of the window * R). `totals` are
-    the whole window's (default: `groups` are the whole window); over the whole window the weights sum to 1.
+    aggregate "token": 1 / scored tokens of the window; "sequence": 1 / (responses of the window * scored tokens of
+    the response); 0 where a response's mask is 0. `totals` are the whole window's (default: `groups` are the whole
+    window); over the whole window the weights sum to 1.
     """
     totals = totals if totals is not None else window_totals(groups)
 
-    def weight(length: int) -> float:
+    def weight(response: Response) -> Tensor:
         if aggregate == "token":
-            return 1.0 / totals.tokens
-        if aggregate == "sequence":
-            return 1.0 / (totals.responses * length)
-        raise ValueError(f"unknown aggregate {aggregate!r}")
+            each = 1.0 / totals.tokens
+        elif aggregate == "sequence":
+            each = 1.0 / (totals.responses * response.scored)
+        else:
+            raise ValueError(f"unknown aggregate {aggregate!r}")
+        weight_R = torch.full((len(response.ids),), each, dtype=dtype)
+        return weight_R if response.mask is None else weight_R * torch.tensor(response.mask, dtype=dtype)
 
-    return [
-        [torch.full((len(r.ids),), weight(len(r.ids)), dtype=dtype) for r in group.responses]
-        for group in groups
-    ]
+    return [[weight(response) for response in group.responses] for group in groups]
 
 
 def k3(log_ratio_N: Tensor) -> Tensor:

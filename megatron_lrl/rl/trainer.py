@@ -166,7 +166,7 @@ class Trainer:
         with phase(self.run):
             if leased:
                 oldest = max(leased, key=lambda group: group.age)
-                group = next(group for group in plan.local if group.id == oldest.name)
+                group = next(group for group in plan.groups if group.id == oldest.name)
                 mine = [self.stale.drift(window, oldest, branches_of(group)[0])]
         runtime = self.run.runtime
         leading = mine if runtime.is_replica_leader else []
@@ -302,10 +302,13 @@ def _metrics(
     """Everything TensorBoard shows of an update, bytes and sampler entropy apart. ``result``: None, if skipped."""
     responses = [response for group in plan.groups for response in group.responses]
     rewards = [float(response.reward or 0.0) for response in responses]
-    advantages = torch.cat(plan.advantages)
+    # Of a response: the mean over the tokens that the policy chose.
+    advantages = torch.stack(
+        [(terms.advantage_R * terms.weight_R).sum() / terms.weight_R.sum() for terms in plan.terms.values()]
+    )
     lengths = [len(response.ids) for response in responses]
     loss = summarise(sums)
-    fed = sum(len(group.prompt_ids) - 1 for group in plan.groups) + plan.totals.tokens
+    fed = sum(len(group.prompt_ids) - 1 for group in plan.groups) + sum(lengths)
     seconds = watch.total
     values: dict[str, Any] = {
         "reward/mean": sum(rewards) / len(rewards),
@@ -317,20 +320,26 @@ def _metrics(
         "response/length": sum(lengths) / len(lengths),
         "response/length_max": max(lengths),
         "prompt/length": sum(len(group.prompt_ids) for group in plan.groups) / len(plan.groups),
+        "tokens/scored": plan.totals.tokens,
+        "tokens/fed": fed,
+        "update/responses_without_gradient": plan.skipped,
         "loss/total": loss["loss"],
         "loss/policy": loss["policy_loss"],
-        "loss/kl": loss["kl_per_token"],
-        "loss/clip_fraction": loss["clip_fraction"],
-        "policy/entropy": float(sums["entropy_sum"]) / max(1.0, float(sums["tokens"])),
-        "ratio/mean_before_step": loss["ratio_mean"],
-        "ratio/max_deviation_before_step": loss["ratio_deviation_max"],
-        "mismatch/kl": loss["sampler_kl"],
-        "mismatch/effective_sample_size": loss["effective_sample_size"],
-        "mismatch/importance_capped": loss["importance_capped"],
         "speed/tokens_per_second": fed / seconds,
         "speed/updates_per_hour": 3600.0 / seconds,
         "seconds/update": seconds,
     }
+    if replayed := float(sums["tokens"]):  # else nothing is known of them
+        values |= {
+            "loss/kl": loss["kl_per_token"],
+            "loss/clip_fraction": loss["clip_fraction"],
+            "policy/entropy": float(sums["entropy_sum"]) / replayed,
+            "ratio/mean_before_step": loss["ratio_mean"],
+            "ratio/max_deviation_before_step": loss["ratio_deviation_max"],
+            "mismatch/kl": loss["sampler_kl"],
+            "mismatch/effective_sample_size": loss["effective_sample_size"],
+            "mismatch/importance_capped": loss["importance_capped"],
+        }
     if result is not None:
         values |= {"optimizer/grad_norm": result.grad_norm, "optimizer/lr": result.lr}
     return values | {f"seconds/{name}": watch.seconds.get(name, 0.0) for name in _PHASES}

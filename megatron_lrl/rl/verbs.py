@@ -248,13 +248,20 @@ def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None
                 window.prompt_group(group.id, group.prompt_ids, quiet=False) as prefix,
             ):
                 logprobs = score_group(prefix, branches, config.replay.concurrent)
-            mine.append(
-                (place, {"id": group.id, "logprobs": [logprobs[branch.key].tolist() for branch in branches]})
-            )
+            scored = [_scored(logprobs[branch.key], branch.mask) for branch in branches]
+            mine.append((place, {"id": group.id, "logprobs": scored}))
     records = _gather(mine, runtime)
     for record in records:  # the same on every rank
         require_finite(config, record["id"], record["logprobs"])
     runtime.together(lambda: write_jsonl(out, records) if runtime.is_main else None)
+
+
+def _scored(logprob_R: torch.Tensor, mask: Sequence[int] | None) -> list[float | None]:
+    """Log-probabilities of a response as `score` writes them: null for a token that the policy did not choose."""
+    values: list[float | None] = logprob_R.tolist()
+    return (
+        values if mask is None else [value if one else None for value, one in zip(values, mask, strict=True)]
+    )
 
 
 def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:

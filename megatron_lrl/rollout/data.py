@@ -94,12 +94,15 @@ def read_trajectories(path: str | Path, limits: Limits) -> Iterator[Group]:
     """Stream groups, one a line:
 
         {"id": "g0", "prompt_ids": [...],
-         "responses": [{"ids": [...], "reward": 1.0, "logprobs": [...], "advantage": 0.5, "routing": {...}}]}
+         "responses": [{"ids": [...], "reward": 1.0, "logprobs": [...], "advantage": 0.5, "mask": [...],
+                        "routing": {...}}]}
 
-    reward, logprobs, advantage and routing (see `rl.routing`) are optional; other keys are ignored, unless they
-    look like a misspelling of these. Raises UserError (file:line) for malformed JSON, a missing or wrong field, an
-    empty prompt or response, an id outside the vocabulary, numbers that are not finite, logprobs of the wrong length, a
-    duplicate group id, prompt + response longer than limits.max_positions, and a file without groups.
+    reward, logprobs, advantage (a number, or one per token), mask (1: the policy chose the token; 0: it is only fed)
+    and routing (see `recorded_routing`) are optional; other keys are ignored, unless they look like a misspelling of
+    these. What logprobs and advantage hold where the mask is 0 is ignored, null is fine. Raises UserError (file:line)
+    for malformed JSON, a missing or wrong field, an empty prompt or response, an id outside the vocabulary, numbers
+    that are not finite, values that are not one per token, a response that scores nothing, a duplicate group id,
+    prompt + response longer than limits.max_positions, and a file without groups.
     """
     seen: dict[str, int] = {}
     for line, record in _records(path):
@@ -131,7 +134,10 @@ def group_record(group: Group) -> dict[str, Any]:
         if response.logprobs is not None:
             item["logprobs"] = list(response.logprobs)
         if response.advantage is not None:
-            item["advantage"] = response.advantage
+            several = isinstance(response.advantage, tuple)
+            item["advantage"] = list(response.advantage) if several else response.advantage
+        if response.mask is not None:
+            item["mask"] = list(response.mask)
         if response.routing is not None:
             item["routing"] = response.routing.to_json()
         responses.append(item)
@@ -244,26 +250,55 @@ def _ids(value: Any, where: str, field: str, limits: Limits) -> tuple[int, ...]:
 def _response(item: Any, where: str, limits: Limits) -> Response:
     if not isinstance(item, dict):
         raise UserError(f"{where} must be an object, found {_short(item)}")
-    _refuse_misspellings(item, ("ids", "reward", "logprobs", "advantage", "routing"), where)
+    _refuse_misspellings(item, ("ids", "reward", "logprobs", "advantage", "mask", "routing"), where)
     ids = _ids(item.get("ids"), where, "ids", limits)
+    mask = _mask(item.get("mask"), len(ids), where)
     logprobs = item.get("logprobs")
     if logprobs is not None:
-        if not isinstance(logprobs, list) or len(logprobs) != len(ids):
-            found = f"{len(logprobs)} values" if isinstance(logprobs, list) else _short(logprobs)
-            raise UserError(f'{where}: "logprobs" must hold one value per token ({len(ids)}), found {found}')
-        logprobs = tuple(_number(value, where, f'"logprobs"[{i}]') for i, value in enumerate(logprobs))
+        logprobs = _per_token(logprobs, len(ids), mask, where, "logprobs")
         if max(logprobs) > _LOGPROB_SLACK:
             raise UserError(
                 f'{where}: "logprobs" must be at most 0 (natural logarithms), found {max(logprobs)}'
             )
-    optional = {
-        field: None if item.get(field) is None else _number(item[field], where, f'"{field}"')
-        for field in ("reward", "advantage")
-    }
+    reward, advantage = item.get("reward"), item.get("advantage")
+    if reward is not None:
+        reward = _number(reward, where, '"reward"')
+    if isinstance(advantage, list):
+        advantage = _per_token(advantage, len(ids), mask, where, "advantage")
+    elif advantage is not None:
+        advantage = _number(advantage, where, '"advantage"')
     routing = None
     if item.get("routing") is not None:
         routing = routing_of(item["routing"], len(ids), where, limits.routing)
-    return Response(ids=ids, logprobs=logprobs, routing=routing, **optional)
+    return Response(ids, reward, logprobs, advantage, routing, mask)
+
+
+def _mask(value: Any, tokens: int, where: str) -> tuple[int, ...] | None:
+    """A response's mask; None if it chose every token."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != tokens:
+        found = f"{len(value)} values" if isinstance(value, list) else _short(value)
+        raise UserError(f'{where}: "mask" must hold one value per token ({tokens}), found {found}')
+    for index, one in enumerate(value):
+        if isinstance(one, bool) or one not in (0, 1) or not isinstance(one, int):
+            raise UserError(f'{where}: "mask"[{index}] must be 0 or 1, found {_short(one)}')
+    if not any(value):
+        raise UserError(f'{where}: "mask" is 0 for every token; a response needs at least one that is scored')
+    return None if all(value) else tuple(value)
+
+
+def _per_token(
+    value: Any, tokens: int, mask: tuple[int, ...] | None, where: str, field: str
+) -> tuple[float, ...]:
+    """One number a token; 0 where the mask is 0, whatever stands there."""
+    if not isinstance(value, list) or len(value) != tokens:
+        found = f"{len(value)} values" if isinstance(value, list) else _short(value)
+        raise UserError(f'{where}: "{field}" must hold one value per token ({tokens}), found {found}')
+    return tuple(
+        0.0 if mask is not None and not mask[i] else _number(one, where, f'"{field}"[{i}]')
+        for i, one in enumerate(value)
+    )
 
 
 def _number(value: Any, where: str, field: str) -> float:

@@ -17,18 +17,27 @@ from megatron_lrl.rollout.recorded_routing import Routing
 class Response:
     """One sampled continuation of a prompt.
 
-    ids: the sampled tokens, at least one; an end-of-sequence token that was sampled is part of them.
+    ids: the tokens after the prompt, at least one; an end-of-sequence token that was sampled is part of them.
     reward: the verifiable reward, or None while it is not known.
     logprobs: natural log-probabilities of `ids` under the distribution they were sampled from, one per token.
-    advantage: set when it was recorded; otherwise it is computed from the group's rewards.
+    advantage: set when it was recorded, one for all tokens or one each; otherwise it is computed from the group's
+        rewards.
+    mask: 1 for a token that the policy chose, 0 for one that is only fed (tool output); None: all were chosen. At
+        least one was. Log-probabilities and advantages mean nothing where it is 0.
     routing: experts and weights that the sampler gave its tokens, if they were recorded.
     """
 
     ids: tuple[int, ...]
     reward: float | None = None
     logprobs: tuple[float, ...] | None = None
-    advantage: float | None = None
+    advantage: float | tuple[float, ...] | None = None
     routing: Routing | None = None
+    mask: tuple[int, ...] | None = None
+
+    @property
+    def scored(self) -> int:
+        """How many of its tokens the policy chose."""
+        return len(self.ids) if self.mask is None else sum(self.mask)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.utils import logging
 
-from oracle.objective import Objective, advantages, response_loss, token_weight
+from oracle.objective import Objective, advantages, window_term
 from oracle.tiny_families import unpack_experts
 from oracle.trajectories import Group
 
@@ -112,10 +112,8 @@ def window_grad(
             zip(group["responses"], advantages(group, objective.advantage), strict=True)
         ):
             logprobs_R = logprobs(model, group["prompt_ids"], response["ids"], objective.temperature)
-            weight = token_weight(groups, len(response["ids"]), objective.aggregate)
             reference_R = None if reference is None else reference[number][branch]
-            old_R = response.get("logprobs")
-            response_loss(logprobs_R, advantage, weight, objective, old_R, reference_R).backward()
+            window_term(logprobs_R, groups, response, advantage, objective, reference_R).backward()
     return named_as_stored(
         {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()

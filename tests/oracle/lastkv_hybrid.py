@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from oracle.lastkv_reference import attend_chunk, constant_tokens, gate_name, hold
-from oracle.objective import Objective, advantages, response_loss, token_weight
+from oracle.objective import Objective, advantages, window_term
 from oracle.plain_fp64 import PlainModel, linear, rotate
 from oracle.plain_layers import DeltaState, delta_net
 from oracle.trajectories import Group
@@ -111,6 +111,5 @@ def grad(
             ids = response["ids"]
             logits_RV = model.logits_all([*prompt, *ids[:-1]], constant)[-len(ids) :]
             logprobs_R = torch.log_softmax(logits_RV, -1)[torch.arange(len(ids)), torch.tensor(ids)]
-            weight = token_weight(groups, len(ids), objective.aggregate)
-            response_loss(logprobs_R, advantage, weight, objective, response.get("logprobs")).backward()
+            window_term(logprobs_R, groups, response, advantage, objective).backward()
     return {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in model.weights.items()}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from oracle.objective import Objective, advantages, response_loss, token_weight
+from oracle.objective import Objective, advantages, window_term
 from oracle.plain_fp64 import PlainModel, linear, rms_norm, rotate
 from oracle.trajectories import Group
 
@@ -238,6 +238,5 @@ def grad(
             group["responses"], advantages(group, objective.advantage), strict=True
         ):
             logprobs_R = model.logprobs(prompt, response["ids"], objective.temperature, constant)
-            weight = token_weight(groups, len(response["ids"]), objective.aggregate)
-            response_loss(logprobs_R, advantage, weight, objective, response.get("logprobs")).backward()
+            window_term(logprobs_R, groups, response, advantage, objective).backward()
     return {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in model.weights.items()}

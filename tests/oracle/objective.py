@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,8 +24,9 @@ class Objective:
     kl_coef: float = 0.0
 
 
-def advantages(group: Group, kind: str) -> list[float]:
-    """One advantage a response: the recorded ones if all responses have them, else from the rewards."""
+def advantages(group: Group, kind: str) -> list[Any]:
+    """One advantage a response (or a recorded list, one a token): the recorded ones if all responses have them, else
+    from the rewards."""
     recorded = [response.get("advantage") for response in group["responses"]]
     if all(value is not None for value in recorded):
         return recorded
@@ -40,9 +42,14 @@ def advantages(group: Group, kind: str) -> list[float]:
     raise ValueError(f"unknown advantage {kind!r}")
 
 
+def scored(response: Mapping[str, Any]) -> list[int]:
+    """Places of the tokens that the policy chose: all, or those where the mask is 1."""
+    return [i for i, one in enumerate(response.get("mask") or [1] * len(response["ids"])) if one]
+
+
 def token_weight(groups: Sequence[Group], length: int, aggregate: str) -> float:
-    """The weight of each token of a response of `length` tokens in the window's sum."""
-    lengths = [len(response["ids"]) for group in groups for response in group["responses"]]
+    """The weight of each scored token of a response with `length` of them in the window's sum."""
+    lengths = [len(scored(response)) for group in groups for response in group["responses"]]
     if aggregate == "token":
         return 1.0 / sum(lengths)
     if aggregate == "sequence":
@@ -52,7 +59,7 @@ def token_weight(groups: Sequence[Group], length: int, aggregate: str) -> float:
 
 def response_loss(
     logprobs_R: torch.Tensor,
-    advantage: float,
+    advantage: float | torch.Tensor,
     weight: float,
     objective: Objective,
     old_R: Sequence[float] | None = None,
@@ -74,3 +81,25 @@ def response_loss(
         difference = torch.tensor(reference_R, dtype=logprobs_R.dtype) - logprobs_R
         loss = loss + objective.kl_coef * (torch.exp(difference) - difference - 1.0)
     return weight * loss.sum()
+
+
+def window_term(
+    logprobs_R: torch.Tensor,
+    groups: Sequence[Group],
+    response: Mapping[str, Any],
+    advantage: float | Sequence[float],
+    objective: Objective,
+    reference_R: Sequence[float] | None = None,
+) -> torch.Tensor:
+    """`response_loss` of the tokens of a response that the policy chose, with their weight in the window `groups`."""
+    kept = scored(response)
+
+    def at(values: Sequence[float] | None) -> list[float] | None:
+        return None if values is None else [values[i] for i in kept]
+
+    if not isinstance(advantage, (int, float)):
+        advantage = torch.tensor(at(advantage), dtype=logprobs_R.dtype)
+    weight = token_weight(groups, len(kept), objective.aggregate)
+    return response_loss(
+        logprobs_R[kept], advantage, weight, objective, at(response.get("logprobs")), at(reference_R)
+    )

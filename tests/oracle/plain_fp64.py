@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from oracle.objective import Objective, advantages, response_loss, token_weight
+from oracle.objective import Objective, advantages, window_term
 from oracle.plain_layers import delta_net, mixture, silu
 from oracle.tiny_families import is_mtp
 from oracle.trajectories import Group
@@ -281,10 +281,8 @@ def grad(
             logprobs_R = model.logprobs(
                 group["prompt_ids"], response["ids"], objective.temperature, detach_prefix, live=live
             )
-            weight = token_weight(groups, len(response["ids"]), objective.aggregate)
             reference_R = None if reference is None else reference[number][branch]
-            old_R = response.get("logprobs")
-            response_loss(logprobs_R, advantage, weight, objective, old_R, reference_R).backward()
+            window_term(logprobs_R, groups, response, advantage, objective, reference_R).backward()
     return {
         name: torch.zeros_like(w) if w.grad is None else w.grad
         for name, w in model.weights.items()

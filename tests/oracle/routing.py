@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from oracle import hf_oracle
-from oracle.objective import Objective, response_loss, token_weight
+from oracle.objective import Objective, window_term
 from oracle.trajectories import Group
 
 Record = tuple[torch.Tensor, torch.Tensor]
@@ -74,8 +74,7 @@ def score_and_grad(
             place |= {"first": len(group["prompt_ids"]) - 1, "record": record}
             logprobs_R = hf_oracle.full_logprobs(model, group["prompt_ids"], response["ids"], 1.0)
             scores[-1].append(logprobs_R.tolist())
-            weight = token_weight(groups, len(response["ids"]), "token")
-            response_loss(logprobs_R, response["advantage"], weight, Objective()).backward()
+            window_term(logprobs_R, groups, response, response["advantage"], Objective()).backward()
     return scores, _gradients(model, hf_dir)
 
 

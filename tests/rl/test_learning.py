@@ -92,7 +92,9 @@ def test_against_its_advantages_it_falls(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Callable[[str, object], None]
 ) -> None:
     proper = accumulate.group_advantages
-    monkeypatch.setattr(accumulate, "group_advantages", lambda group, kind: -proper(group, kind))
+    monkeypatch.setattr(
+        accumulate, "group_advantages", lambda group, kind: [-advantage for advantage in proper(group, kind)]
+    )
     first, last = ends(train(tmp_path, *CASES[case]))
     report(
         f"{case}, negated advantages: first and last {EDGE} of {UPDATES} updates", f"{first:.2f}, {last:.2f}"

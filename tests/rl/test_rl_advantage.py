@@ -63,8 +63,15 @@ def test_equal_rewards_give_exact_zeros(kind: str) -> None:
 
 
 def test_recorded_advantages_win_over_rewards() -> None:
-    assert group_advantages(group([1.0, 0.0], [0.25, 3.0]), "grpo").tolist() == [0.25, 3.0]
-    assert group_advantages(group([1.0, 0.0]), "dr_grpo").tolist() == [0.5, -0.5]
+    assert [a.tolist() for a in group_advantages(group([1.0, 0.0], [0.25, 3.0]), "grpo")] == [[0.25], [3.0]]
+    assert [a.tolist() for a in group_advantages(group([1.0, 0.0]), "dr_grpo")] == [[0.5], [-0.5]]
+
+
+def test_one_advantage_a_token_and_none_where_the_mask_is_0() -> None:
+    listed = Response((7, 8, 9), advantage=(0.5, 4.0, -1.0), mask=(1, 0, 1))
+    one = Response((7, 8), advantage=2.0, mask=(0, 1))
+    found = group_advantages(Group("g", (1,), (listed, one)), "grpo")
+    assert [a.tolist() for a in found] == [[0.5, 0.0, -1.0], [0.0, 2.0]]
 
 
 @pytest.mark.parametrize(

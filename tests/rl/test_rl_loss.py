@@ -286,6 +286,15 @@ def test_weights_by_hand() -> None:
         token_weights(groups, "mean")
 
 
+def test_masked_tokens_weigh_nothing_and_are_not_counted() -> None:
+    masked = Response((1, 2, 3, 4), mask=(0, 1, 0, 1))
+    groups = [Group("g", (1,), (masked, Response((5, 6, 7))))]
+    assert window_totals(groups) == WindowTotals(responses=2, tokens=5)
+    token, sequence = (token_weights(groups, kind)[0] for kind in ("token", "sequence"))
+    assert token[0].tolist() == [0, 1 / 5, 0, 1 / 5] and token[1].tolist() == [1 / 5] * 3
+    assert sequence[0].tolist() == [0, 1 / 4, 0, 1 / 4] and sequence[1].tolist() == pytest.approx([1 / 6] * 3)
+
+
 @given(
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=2, max_size=4),
     aggregate=st.sampled_from(["token", "sequence"]),

@@ -41,8 +41,24 @@ ids = st.lists(st.integers(0, 99), min_size=1, max_size=6).map(tuple)
 @st.composite
 def responses(draw: st.DrawFn) -> Response:
     tokens = draw(ids)
-    logprobs = st.lists(st.floats(-50, 0), min_size=len(tokens), max_size=len(tokens)).map(tuple)
-    return Response(tokens, draw(st.none() | floats), draw(st.none() | logprobs), draw(st.none() | floats))
+
+    def of_each(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.lists(values, min_size=len(tokens), max_size=len(tokens)).map(tuple)
+
+    mask = draw(
+        st.none() | of_each(st.integers(0, 1)).filter(lambda m: 0 < sum(m) < len(m))
+        if len(tokens) > 1
+        else st.none()
+    )
+    logprobs, advantage = (
+        draw(st.none() | of_each(st.floats(-50, 0))),
+        draw(st.none() | floats | of_each(floats)),
+    )
+    if mask is not None:  # what stands where the mask is 0 reads as 0
+        logprobs = logprobs and tuple(x * one for x, one in zip(logprobs, mask, strict=True))
+        if isinstance(advantage, tuple):
+            advantage = tuple(x if one else 0.0 for x, one in zip(advantage, mask, strict=True))
+    return Response(tokens, draw(st.none() | floats), logprobs, advantage, mask=mask)
 
 
 groups = st.builds(
@@ -97,6 +113,9 @@ def test_the_documented_format(write) -> None:
     first, second = read_trajectories(path, LIMITS)
     assert first == Group("g0", (1, 2), (Response((3, 4), 1.0, (-0.5, -1.0), 0.5), Response((5,))))
     assert second.id == "7"
+    masked = {"ids": [3, 4, 5], "logprobs": [-1, None, "?"], "advantage": [0.5, None, 2], "mask": [1, 0, 0]}
+    (third,) = read_trajectories(write({**GOOD, "responses": [masked]}), LIMITS)
+    assert third.responses == (Response((3, 4, 5), None, (-1.0, 0.0, 0.0), (0.5, 0.0, 0.0), mask=(1, 0, 0)),)
     assert group_record(second) == {**GOOD, "id": "7"}
 
 
@@ -145,7 +164,16 @@ def answered(**fields: Any) -> dict[str, Any]:
         (answered(reward="1"), 'responses[1]: "reward" must be a number'),
         (answered(reward=True), 'responses[1]: "reward" must be a number'),
         (answered(advantage=float("nan")), 'responses[1]: "advantage" must be finite'),
-        (answered(advantage=[1.0, 2.0]), 'responses[1]: "advantage" must be a number'),
+        (answered(advantage=[1.0]), '"advantage" must hold one value per token (2), found 1 values'),
+        (answered(advantage=[1.0, None]), '"advantage"[1] must be a number'),
+        (answered(mask=[1]), '"mask" must hold one value per token (2), found 1 values'),
+        (answered(mask=1), '"mask" must hold one value per token (2), found 1'),
+        (answered(mask=[1, 2]), '"mask"[1] must be 0 or 1, found 2'),
+        (answered(mask=[1.0, 0]), '"mask"[0] must be 0 or 1, found 1.0'),
+        (answered(mask=[True, 0]), '"mask"[0] must be 0 or 1, found True'),
+        (answered(mask=[0, 0]), '"mask" is 0 for every token'),
+        (answered(mask=[1, 0], logprobs=[None, -1.0]), '"logprobs"[0] must be a number'),
+        (answered(masks=[1, 0]), 'unknown key "masks"; did you mean "mask"?'),
         (answered(logprobs=[-1.0]), '"logprobs" must hold one value per token (2), found 1 values'),
         (answered(logprobs=-1.0), '"logprobs" must hold one value per token (2), found -1.0'),
         (answered(logprobs=[-1.0, None]), '"logprobs"[1] must be a number'),

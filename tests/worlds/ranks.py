@@ -62,6 +62,26 @@ def run_verbs(world: World, cases: Sequence[Case]) -> int:
     return len(cases)
 
 
+def fed_tokens(world: World, cases: Sequence[Case]) -> dict[str, Any]:
+    """Each case's `grad`: how many tokens this rank's replica fed through the model, and whether it leads a replica."""
+    found: list[int] = []
+    grow = SequenceState.grow
+
+    def counting(state: SequenceState, lengths: Sequence[int]) -> None:
+        grow(state, lengths)
+        found[-1] += sum(lengths)
+
+    with scope(world) as runtime:
+        SequenceState.grow = counting  # type: ignore[method-assign]
+        try:
+            for case in cases:
+                found.append(0)
+                verbs.grad(config_of(world, case), runtime, case["trajectories"], case["out"])
+        finally:
+            SequenceState.grow = grow  # type: ignore[method-assign]
+        return {"tokens": found, "leads": runtime.is_replica_leader}
+
+
 @contextmanager
 def opened(world: World, case: Case, runtime: Runtime) -> Iterator[tuple[Run, UpdateWindow, WindowPlan]]:
     """What the `grad` verb opens, for cases that look inside."""
