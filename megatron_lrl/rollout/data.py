@@ -134,8 +134,8 @@ def group_record(group: Group) -> dict[str, Any]:
         if response.logprobs is not None:
             item["logprobs"] = list(response.logprobs)
         if response.advantage is not None:
-            several = isinstance(response.advantage, tuple)
-            item["advantage"] = list(response.advantage) if several else response.advantage
+            advantage = response.advantage
+            item["advantage"] = list(advantage) if isinstance(advantage, tuple) else advantage
         if response.mask is not None:
             item["mask"] = list(response.mask)
         if response.routing is not None:

@@ -81,7 +81,10 @@ def test_an_option_runs_with_finite_numbers(name: str, runs: Runs) -> None:
     require_continuous(records, 2)
     tolerance = 0.2 if name == "bfloat16" else 1e-4
     for record in records:
-        if name != "nucleus":  # whose sampler differs from the policy by design
+        # Responses without a gradient are not replayed, and a window of them measures nothing.
+        replayed = record["update/responses_without_gradient"] < 1
+        assert replayed == ("mismatch/kl" in record) and (replayed or record["advantage/max"] == 0)
+        if replayed and name != "nucleus":  # whose sampler differs from the policy by design
             assert record["ratio/max_deviation_before_step"] < tolerance
             assert record["mismatch/effective_sample_size"] > 1 - tolerance
         # Rewards that are all equal in every group teach nothing, and nothing moves.
@@ -135,7 +138,11 @@ def test_in_worlds(world: World, runs: Runs) -> None:
         # it the runs agree less closely.
         for mine, other, near in zip(ours, theirs, (1e-4, 2e-2), strict=True):
             for metric in ("reward/mean", "optimizer/grad_norm", "loss/policy", "loss/kl", "policy/entropy"):
-                assert mine[metric] == pytest.approx(other[metric], rel=near, abs=near / 10), (name, metric)
+                if metric in other or metric in mine:  # a window without a gradient has fewer
+                    assert mine[metric] == pytest.approx(other[metric], rel=near, abs=near / 10), (
+                        name,
+                        metric,
+                    )
         assert ours[0]["samples"] == theirs[0]["samples"]
 
 
