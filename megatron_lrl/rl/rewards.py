@@ -2,8 +2,10 @@
 
 A reward is any `function(text, record, **reward_args) -> float`, named "module:function" in data.reward;
 the module must be importable (installed, or on PYTHONPATH). `text` is the decoded response without special
-tokens, `record` the whole JSONL record of the prompt. The ones here read the expected answer from
-record["answer"]: a string, a number, or a list of acceptable ones.
+tokens, `record` the whole JSONL record of the prompt. A function that has a parameter `ids` also gets the
+response's token ids (a list, the end-of-sequence id included), one that has `raw_text` the text of all of
+them with special tokens. The ones here read the expected answer from record["answer"]: a string, a number,
+or a list of acceptable ones.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_lrl.errors import UserError
@@ -30,12 +32,19 @@ class Reward:
         self.name = name
         self._function = function
         self._args = dict(args)
+        self._asked = _asked(function, args)
 
-    def __call__(self, text: str, prompt: Prompt) -> float:
-        """The reward of `text`, finite. Raises UserError naming the group and the function otherwise."""
+    def __call__(self, text: str, prompt: Prompt, ids: Sequence[int] = (), raw_text: str = "") -> float:
+        """The reward of `text`, finite; the function gets `ids` and `raw_text` if its signature names them.
+
+        Raises UserError naming the group and the function otherwise.
+        """
         where = f"reward {self.name} on group {prompt.id!r}"
+        offered = {"ids": list(ids), "raw_text": raw_text}
         try:
-            value = self._function(text, prompt.record, **self._args)
+            value = self._function(
+                text, prompt.record, **{name: offered[name] for name in self._asked}, **self._args
+            )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         except Exception as error:  # the user's own function may raise anything
@@ -66,7 +75,7 @@ def load_reward(spec: str, args: Mapping[str, Any] | None = None) -> Reward:
     if not callable(function):
         raise UserError(f"data.reward = {spec!r}: {module_name} has no function {function_name}")
     try:
-        inspect.signature(function).bind("", {}, **args)
+        inspect.signature(function).bind("", {}, **dict.fromkeys(_asked(function, args)), **args)
     except TypeError as error:
         raise UserError(
             f"data.reward_args: {spec} cannot be called as {function_name}(text, record"
@@ -75,6 +84,17 @@ def load_reward(spec: str, args: Mapping[str, Any] | None = None) -> Reward:
     except ValueError:
         pass  # some built-in functions have no signature; calling them will tell
     return Reward(spec, function, args)
+
+
+def _asked(function: Callable[..., Any], args: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of `ids` and `raw_text` a function names beyond its first two parameters; `args` goes before."""
+    try:
+        # the first two are text and record, whatever they are called
+        parameters = list(inspect.signature(function).parameters.values())[2:]
+    except ValueError:  # some built-in functions have no signature
+        return ()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return tuple(name for name in ("ids", "raw_text") if name in named and name not in args)
 
 
 def exact_match(

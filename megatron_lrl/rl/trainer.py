@@ -255,7 +255,7 @@ class Trainer:
     def rewarded(self, prompt: Prompt, rollout: Rollout) -> Group:
         """The sampled responses as a group, with their rewards if there is a reward function.
 
-        The function reads the text without the token that ended the response.
+        The function reads the text without the token that ended the response; ids and raw text are whole.
         """
         if self.reward is None:
             return Group(prompt.id, prompt.prompt_ids, rollout.responses)
@@ -263,7 +263,9 @@ class Trainer:
         for response in rollout.responses:
             ids = response.ids
             spoken = ids[:-1] if ids[-1] in self.text.stop_ids else ids
-            responses.append(replace(response, reward=self.reward(self.text.decode(spoken), prompt)))
+            raw_text = self.text.decode(ids, special=True)
+            reward = self.reward(self.text.decode(spoken), prompt, ids, raw_text)
+            responses.append(replace(response, reward=reward))
         return Group(prompt.id, prompt.prompt_ids, tuple(responses))
 
     def _samples(self, groups: Sequence[Group]) -> list[str]:

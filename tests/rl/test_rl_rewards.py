@@ -9,14 +9,18 @@ It does not show: that a reward measures what a user wants.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.rl.rewards import load_reward
-from megatron_lrl.rollout.types import Prompt
+from megatron_lrl.rl.trainer import Trainer
+from megatron_lrl.rollout.text import Text
+from megatron_lrl.rollout.types import Prompt, Response
 
 BUILT_IN = "megatron_lrl.rl.rewards:"
 
@@ -98,6 +102,47 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_any_function(module: str) -> None:
     assert load_reward(f"{module}:half")("abc", Prompt("g3", (1,), {"length": 6})) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("signature", "args", "expected"),
+    [
+        ("text, record", {}, {}),
+        ("text, record, *, ids", {}, {"ids": [5, 2]}),
+        ("text, record, raw_text, ids", {}, {"ids": [5, 2], "raw_text": "a</s>"}),
+        ("text, record, raw_text='', bonus=1", {"bonus": 3}, {"raw_text": "a</s>", "bonus": 3}),
+        # what data.reward_args gives is the user's own; a first parameter keeps its meaning whatever its name
+        ("text, record, *, ids", {"ids": [9]}, {"ids": [9]}),
+        ("raw_text, record", {}, {"raw_text": "a"}),
+        ("text, record, **kwargs", {"bonus": 3}, {"kwargs": {"bonus": 3}}),
+    ],
+)
+def test_a_reward_gets_what_its_signature_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signature: str, args: dict[str, Any], expected: Any
+) -> None:
+    (tmp_path / "asking_reward.py").write_text(
+        f"def f({signature}):\n    seen.append(dict(locals()))\n    return 1\nseen = []\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "asking_reward", raising=False)
+    reward = load_reward("asking_reward:f", args)
+    assert reward("a", Prompt("g3", (1,), {"answer": "a"}), (5, 2), "a</s>") == 1
+    (seen,) = sys.modules["asking_reward"].seen
+    assert {k: v for k, v in seen.items() if k not in ("text", "record")} == expected
+
+
+def test_the_trainer_hands_over_whole_ids_and_the_text_without_the_end(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
+    seen: list[Any] = []
+
+    def reward(*given: Any) -> float:
+        seen.append(given)
+        return 1.0
+
+    trainer = SimpleNamespace(reward=reward, text=Text(tmp_path))
+    prompt, rollout = Prompt("g3", (1,), {}), SimpleNamespace(responses=(Response((5, 2)), Response((5, 6))))
+    Trainer.rewarded(trainer, prompt, rollout)  # type: ignore[arg-type]
+    assert seen == [("5", prompt, (5, 2), "5 2"), ("5 6", prompt, (5, 6), "5 6")]
 
 
 @pytest.mark.parametrize(
