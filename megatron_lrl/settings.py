@@ -200,6 +200,11 @@ class LossTable(Table):
         "grpo",
         "grpo: (r - mean) / (std + 1e-6), population std; dr_grpo: r - mean; rloo: r - mean of the others",
     )
+    objective: Literal["clipped", "gspo", "cispo"] = _key(
+        "clipped",
+        "clipped: PPO's surrogate, token by token; gspo: the same with the response's mean ratio (clip by about 3e-4); "
+        "cispo: the clipped ratio, held constant, times the log-probability (every token keeps its gradient)",
+    )
     clip_low: float = _key(0.2, "the ratio is clipped below at 1 - clip_low", ge=0, le=1)
     clip_high: float = _key(0.2, "the ratio is clipped above at 1 + clip_high", ge=0)
     kl_coef: float = _key(

@@ -142,12 +142,13 @@ def token_loss(
     settings: LossTable,
     device: torch.device,
     reference: Mapping[BranchKey, Tensor] | None = None,
-    recomputed: Mapping[BranchKey, Tensor] | None = None,
+    current: Mapping[BranchKey, Tensor] | None = None,
 ) -> TokenLoss:
     """The loss of a micro-batch as a function of its log-probabilities.
 
-    ``reference``: the reference model's log-probabilities; ``recomputed``: old log-probabilities by replay, where
-    those of the sampler only weigh the tokens (loss.importance_cap).
+    ``reference``: the reference model's log-probabilities; ``current``: the policy's own, by replay. With
+    loss.importance_cap they are the old ones, and those of the sampler only weigh the tokens; "gspo" takes the ratio of
+    a response from them.
     """
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -161,7 +162,12 @@ def token_loss(
     advantage_N = joined([terms[key].advantage_R for key in keys])
     sampler_N = joined([terms[key].sampler_R for key in keys])
     ref_N = None if reference is None else joined([reference[key] for key in keys])
-    old_N = sampler_N if recomputed is None else joined([recomputed[key] for key in keys])
+    recomputed = current is not None and settings.importance_cap > 0
+    old_N = joined([current[key] for key in keys]) if current is not None and recomputed else sampler_N
+    response_N = None
+    if settings.objective == "gspo":
+        policy = {} if current is None or recomputed else current
+        response_N = joined([_response_log_ratio(terms[key], policy.get(key)) for key in keys])
     assert weight_N is not None and advantage_N is not None
 
     def loss(logprob_S: Tensor, entropy_S: Tensor, index_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -169,11 +175,30 @@ def token_loss(
             return None if x_N is None else x_N[index_S]
 
         total, metrics = policy_loss(
-            logprob_S, at(old_N), advantage_N[index_S], weight_N[index_S], at(ref_N), settings, at(sampler_N)
+            logprob_S,
+            at(old_N),
+            advantage_N[index_S],
+            weight_N[index_S],
+            at(ref_N),
+            settings,
+            at(sampler_N),
+            at(response_N),
         )
         return total, {**metrics, **_measured(logprob_S, entropy_S, at(sampler_N))}
 
     return loss
+
+
+def _response_log_ratio(terms: BranchTerms, current_R: Tensor | None) -> Tensor:
+    """[R]: at every token the mean log-ratio of the response's scored tokens.
+
+    0 without old log-probabilities, and without ``current_R``: the old ones are the policy's own then.
+    """
+    if terms.sampler_R is None or current_R is None:
+        return torch.zeros_like(terms.weight_R)
+    scored_R = terms.weight_R > 0
+    mean = torch.where(scored_R, current_R - terms.sampler_R, 0).sum() / scored_R.sum()
+    return mean.expand_as(terms.weight_R)
 
 
 def accumulate(
@@ -239,7 +264,7 @@ def _losses(
 ) -> tuple[list[list[Branch]], list[TokenLoss]]:
     """A group's micro-batches and their losses; captures ``prefix`` unless it is resident."""
     config, branches = window.run.config, plan.branches(group)
-    reference_logprobs = recomputed = None
+    reference_logprobs = current = None
     if reference is not None and config.loss.kl_coef > 0:
         with (
             watch.phase("score"),
@@ -249,13 +274,13 @@ def _losses(
     if prefix.phase is GroupPhase.NEW:
         with watch.phase("capture"):
             prefix.capture()
-    if config.loss.importance_cap > 0:
+    recorded = all(plan.terms[branch.key].sampler_R is not None for branch in branches)
+    if config.loss.importance_cap > 0 or (config.loss.objective == "gspo" and recorded):
         with watch.phase("score"):
-            recomputed = score_group(prefix, branches, concurrent)
+            current = score_group(prefix, branches, concurrent)
     batches, device = batches_of(branches, concurrent), window.run.runtime.device
     losses = [
-        token_loss(batch, plan.terms, config.loss, device, reference_logprobs, recomputed)
-        for batch in batches
+        token_loss(batch, plan.terms, config.loss, device, reference_logprobs, current) for batch in batches
     ]
     return batches, losses
 
@@ -320,7 +345,7 @@ def routing_mismatch(sums: Mapping[str, Tensor]) -> dict[str, float]:
 def _no_tokens(dtype: torch.dtype, settings: LossTable, device: torch.device) -> dict[str, Tensor]:
     """Metric sums of nothing: what a rank without a group contributes."""
     empty = torch.zeros(0, dtype=dtype, device=device)
-    _, metrics = policy_loss(empty, empty, empty, empty, empty, settings, empty)
+    _, metrics = policy_loss(empty, empty, empty, empty, empty, settings, empty, empty)
     return {**metrics, **_measured(empty, empty, empty)}
 
 

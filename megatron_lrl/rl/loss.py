@@ -91,17 +91,17 @@ def policy_loss(
     ref_logprob_N: Tensor | None,
     settings: LossTable,
     sampler_logprob_N: Tensor | None = None,
+    response_log_ratio_N: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate plus k3 KL, summed with the given weights.
+    """The surrogate plus k3 KL, summed with the given weights:
 
-    With ratio = exp(logprob - old):
+        loss = -sum w * c * surrogate  +  kl_coef * sum w * k
+        c = min(exp(old - sampler), importance_cap) if importance_cap > 0, else 1; no gradient through c
+        k = exp(ref - logprob) - (ref - logprob) - 1
 
-        loss = -sum w * c * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)  +  kl_coef * sum w
-        * k c    = min(exp(old - sampler), importance_cap) if importance_cap > 0, else 1; no gradient
-        through c k    = exp(ref - logprob) - (ref - logprob) - 1
-
-    All arguments have logprob_N's shape and are brought to its dtype and device; only logprob_N gets a
-    gradient. old_logprob_N None stands for the current policy's own (ratio 1, gradient kept).
+    The surrogate is that of settings.objective, see `surrogate`. All tensors have logprob_N's shape and are brought to
+    its dtype and device; only logprob_N gets a gradient. old_logprob_N None stands for the current policy's own (ratio
+    1, gradient kept). response_log_ratio_N: at every token, the mean of logprob - old over its response, for "gspo".
 
     Returns the loss, a scalar of logprob_N's dtype, and detached scalars. Those whose name ends in `_max`
     combine by maximum, all others by addition (`merge_metrics`); `summarise` turns the merged ones into
@@ -138,14 +138,13 @@ def policy_loss(
     old_N = fixed_N if old_logprob_N is None else constant(old_logprob_N)
     sampler_N = old_N if sampler_logprob_N is None else constant(sampler_logprob_N)
 
-    ratio_N = _limited(logprob_N - old_N).exp()
-    low_N = (advantage_N < 0) & (ratio_N < 1 - settings.clip_low)
-    high_N = (advantage_N > 0) & (ratio_N > 1 + settings.clip_high)
-    # Where the clipped term is the smaller one it is a constant: no gradient.
-    bounded_N = torch.where(
-        low_N, 1 - settings.clip_low, torch.where(high_N, 1 + settings.clip_high, ratio_N)
-    )
-    surrogate_N = bounded_N * advantage_N
+    log_ratio_N = logprob_N - old_N
+    if settings.objective == "gspo":
+        if response_log_ratio_N is None:
+            raise ValueError("gspo needs response_log_ratio_N")
+        log_ratio_N = constant(response_log_ratio_N) + (logprob_N - fixed_N)
+    ratio_N = _limited(log_ratio_N).exp()
+    surrogate_N, low_N, high_N = surrogate(ratio_N, logprob_N, advantage_N, settings)
 
     importance_N = _limited(old_N - sampler_N).exp()
     capped_N = live_N & (importance_N > settings.importance_cap)
@@ -185,6 +184,29 @@ def policy_loss(
         "importance_capped_count": capped_N.sum(),
     }
     return loss, {name: value.detach().to(fixed_N) for name, value in metrics.items()}
+
+
+def surrogate(
+    ratio_N: Tensor, logprob_N: Tensor, advantage_N: Tensor, settings: LossTable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the objective maximises at each token, and where the ratio was clipped, below and above.
+
+    - "clipped" (PPO, arXiv 1707.06347; separate clips: DAPO, arXiv 2503.14476):
+      min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A);
+    - "gspo" (arXiv 2507.18071, its token form): the same; the ratio has the value exp(mean of logprob - old over the
+      response) and the gradient of the token's own log-probability;
+    - "cispo" (MiniMax-M1, arXiv 2506.13585): clip(ratio, 1 - clip_low, 1 + clip_high) * A * logprob, the clipped ratio
+      held constant, so that no token loses its gradient; clip_low = 1 leaves the upper clip alone.
+    """
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    if settings.objective == "cispo":
+        fixed_N = ratio_N.detach()
+        return fixed_N.clamp(low, high) * advantage_N * logprob_N, fixed_N < low, fixed_N > high
+    low_N = (advantage_N < 0) & (ratio_N < low)
+    high_N = (advantage_N > 0) & (ratio_N > high)
+    # Where the clipped term is the smaller one it is a constant: no gradient.
+    bounded_N = torch.where(low_N, low, torch.where(high_N, high, ratio_N))
+    return bounded_N * advantage_N, low_N, high_N
 
 
 def merge_metrics(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
