@@ -79,6 +79,7 @@ def test_every_documented_key_is_read(write) -> None:
             aux_loss_coef = 0.001
             [loss]
             advantage = "rloo"
+            objective = "cispo"
             clip_low = 0.1
             clip_high = 0.3
             kl_coef = 1
@@ -157,6 +158,7 @@ def test_every_documented_key_is_read(write) -> None:
     }
     assert config.loss.model_dump() == {
         "advantage": "rloo",
+        "objective": "cispo",
         "clip_low": 0.1,
         "clip_high": 0.3,
         "kl_coef": 1.0,

@@ -8,7 +8,6 @@ Not shown: that one of them learns better than another.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -87,21 +86,10 @@ def test_a_window_against_plain_autograd(world: World, tmp_path: Path, session_d
     cases, outs = [], {name: tmp_path / f"{name}.safetensors" for name in CLIP}
     for name, out in outs.items():
         low, high = CLIP[name]
-        values = {
-            "loss.objective": json.dumps(name),
-            "loss.clip_low": low,
-            "loss.clip_high": high,
-            "prefix.chunk_size": 7,
-        }
-        cases.append(
-            {
-                "verb": "grad",
-                "hf": str(hf),
-                "trajectories": str(recorded),
-                "out": str(out),
-                "settings": [f"{key}={value}" for key, value in values.items()],
-            }  # fmt: skip
-        )
+        values = {"loss.objective": f'"{name}"', "loss.clip_low": low, "loss.clip_high": high}
+        files = {"hf": str(hf), "trajectories": str(recorded), "out": str(out)}
+        overrides = ["prefix.chunk_size=7", *(f"{key}={value}" for key, value in values.items())]
+        cases.append({"verb": "grad", "settings": overrides, **files})
     run_world(world, "worlds.ranks:run_verbs", cases=cases)
     for name, out in outs.items():
         compare_tensors(load_file(out), autograd(name, hf, groups)).require(1e-5, 1e-4)
