@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that guards the repository: lint, types, tests.
 #
-#   bash ci/test.sh                      without the tests marked slow
+#   bash ci/test.sh                      without the tests marked slow (tests/README.md says what that leaves out)
 #   bash ci/test.sh --slow               all of them
 #   bash ci/test.sh -k segment -x        further arguments go to pytest
 set -euo pipefail
@@ -14,4 +14,4 @@ if [[ ${1:-} == --slow ]]; then select=(); shift; fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE=1
 .venv/bin/ruff check .
 .venv/bin/mypy
-.venv/bin/python -m pytest -q ${select[@]+"${select[@]}"} "$@"
+.venv/bin/python -m pytest -q --durations=10 ${select[@]+"${select[@]}"} "$@"

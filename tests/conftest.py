@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.worlds import World, left_out
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
@@ -19,8 +20,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[NUMBERS] = []
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what this machine cannot run as skipped; `-ra` prints the reasons."""
+    """Marks cases in worlds beyond the covering set as slow, and what this machine cannot run as skipped."""
+    mark_worlds(items)
     missing: dict[str, str] = {}
     if any(item.get_closest_marker("gpu") for item in items) and not cuda():
         missing["gpu"] = "no CUDA device on this machine"
@@ -30,6 +33,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def mark_worlds(items: list[pytest.Item]) -> None:
+    """Marks a test's cases in the worlds that `left_out` names as slow, unless it is marked `every_world`."""
+    tests: dict[str, list[tuple[pytest.Item, World]]] = {}
+    for item in items:
+        of_case = getattr(item, "callspec", None)
+        worlds = [] if of_case is None else [v for v in of_case.params.values() if isinstance(v, World)]
+        unmarked = not any(item.get_closest_marker(marker) for marker in ("slow", "every_world"))
+        if worlds and unmarked:
+            tests.setdefault(item.nodeid.split("[")[0], []).append((item, worlds[0]))
+    for cases in tests.values():
+        slow = left_out([world for _, world in cases])
+        for item, world in cases:
+            if world in slow:
+                item.add_marker(pytest.mark.slow)
 
 
 def cuda() -> bool:

@@ -29,6 +29,9 @@ from safetensors.torch import load_file
 from megatron_lrl.checkpoint.training import latest_training, training_path
 from megatron_lrl.errors import UserError
 
+# worlds hand checkpoints on to each other
+pytestmark = pytest.mark.every_world
+
 ONE = World()
 WORLDS = [ONE, World(dp=2), World(cp=2), World(tp=2, pp=2)]
 # each world's checkpoint is resumed in this one, saved there again, and brought back

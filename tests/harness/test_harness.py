@@ -19,6 +19,7 @@ import torch
 
 from harness import WORLDS, RankFailure, World, run_world
 from harness.spawn import server
+from harness.worlds import COVERING, EP_WORLDS, left_out
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
@@ -30,6 +31,16 @@ def test_every_rank_answers_with_its_own_result(world: World) -> None:
         assert result["size"] == world.size
         assert result["name"] == world.name
         assert torch.equal(result["sums"], torch.tensor([weight, 0.25 * weight], dtype=torch.float64))
+
+
+def test_what_the_default_run_leaves_out() -> None:
+    one, two, four = World(), World(cp=2), World(tp=2, cp=2)
+    assert left_out([one]) == set()
+    assert left_out([one, two, four]) == {two}  # a test without a covering world keeps one of several ranks
+    assert left_out([one, two, World(cp=2, dp=2), four]) == {two, four}
+    assert left_out([*WORLDS, *EP_WORLDS]) == {*WORLDS, *EP_WORLDS} - {*COVERING}
+    for axis in World._fields:
+        assert any(getattr(world, axis) > 1 for world in COVERING)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -60,3 +61,18 @@ EP_WORLDS = [
 def of_size(limit: int) -> list[World]:
     """The worlds of at most `limit` ranks, in the order of `WORLDS`."""
     return [world for world in WORLDS if world.size <= limit]
+
+
+# What runs by default; a test's cases in other worlds are slow. Every axis alone and with each other one is in these:
+# tensor, context and pipeline parallel ranks at once, replicas that share a context, experts over replicas.
+COVERING = [ONE, World(tp=2, cp=2, pp=2), World(cp=2, dp=2), World(dp=2, ep=2), World(pp=2, dp=2, ep=2)]
+
+
+def left_out(worlds: Sequence[World]) -> set[World]:
+    """Of the worlds of one test, those that are slow: all but the covering ones.
+
+    A test that has several ranks, but in no covering world, keeps the last world it names.
+    """
+    several = [world for world in worlds if world.size > 1]
+    kept = [world for world in several if world in COVERING] or several[-1:]
+    return set(several) - set(kept)

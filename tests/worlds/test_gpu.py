@@ -22,7 +22,7 @@ from oracle import tiny_models, trajectories
 from oracle.compare import compare_tensors
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.every_world]
 
 SHAPE = ((37, (1, 7, 2)), (11, (13, 5)), (1, (4,)))
 MODELS = ["qwen3-tied-yarn", "lastkv-qwen3", "qwen3_5_moe-vl", "glm4_moe-groups"]

@@ -208,6 +208,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.every_world
 @pytest.mark.parametrize(("model", "world", "settings", "message"), REFUSED, ids=[r[3][:24] for r in REFUSED])
 def test_what_cannot_work_is_refused(
     model: str, world: World, settings: dict[str, Any], message: str, answers: Any, tmp_path: Path
