@@ -146,7 +146,11 @@ class ReplayTable(Table):
     """Replaying responses against the resident prefix; all but use_recorded_routing never change results."""
 
     concurrent: int = _key(1, "K, responses replayed at once; a group with fewer replays all of them", ge=1)
-    logits_chunk: int = _key(1024, "response tokens whose logits exist at once", ge=1)
+    logits_chunk: int = _key(
+        0,
+        "response tokens whose logits exist at once; 0 = as many as fit a budget of 128 MiB for a rank's logits",
+        ge=0,
+    )
     check_poison: bool = _key(False, "fill freed state with NaN, so that a stale read fails loudly")
     use_recorded_routing: bool = _key(
         False,

@@ -213,7 +213,7 @@ def test_defaults_are_those_of_the_design(write) -> None:
     }
     assert (config.train.objective, config.lm.data, config.lm.sequence_length) == ("grpo", None, 2048)
     assert (config.train.window_attempts, config.train.on_nonfinite) == (2, "stop")
-    assert (config.replay.concurrent, config.replay.logits_chunk) == (1, 1024)
+    assert (config.replay.concurrent, config.replay.logits_chunk) == (1, 0)
     assert config.rollout.model_dump() == {
         "group_size": 8,
         "max_new_tokens": 128,

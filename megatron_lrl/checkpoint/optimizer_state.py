@@ -62,7 +62,9 @@ def prime(optimizer: Any) -> None:
                     if kind not in state:
                         state[kind] = torch.zeros_like(main, requires_grad=False)
                 if isinstance(inner, torch.optim.Adam) and "step" not in state:
-                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                    # The fused step counts where the parameter lies.
+                    device = main.device if group.get("fused") else "cpu"
+                    state["step"] = torch.tensor(0.0, dtype=torch.float32, device=device)
 
 
 def optimizer_step(optimizer: Any, runtime: Runtime) -> int:

@@ -8,9 +8,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
+
+_FUSED_DEVICES = _get_fused_kernels_supported_devices()
 
 
 def wrap_ddp(model: Any, runtime: Runtime, shard_optimizer: bool) -> DistributedDataParallel:
@@ -57,6 +60,7 @@ def build_optimizer(
         [ddp],
         use_gloo_process_groups=gloo_groups,
     )
+    _fuse(optimizer)
     steps = config.train.updates
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -74,3 +78,14 @@ def build_optimizer(
         override_opt_param_scheduler=False,
     )
     return optimizer, scheduler
+
+
+def _fuse(optimizer: MegatronOptimizer) -> None:
+    """Let torch's AdamW (used where neither Transformer Engine's nor Apex's is installed) step in its fused kernel.
+
+    Megatron-Core has no setting for it; the flag is read at each step, as if it had been given to the constructor.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        for group in inner.param_groups if isinstance(inner, torch.optim.Adam) else ():
+            group["fused"] = all(p.device.type in _FUSED_DEVICES for p in group["params"])

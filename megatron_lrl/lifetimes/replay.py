@@ -24,7 +24,7 @@ from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.group import PromptGroup
-from megatron_lrl.models.head import LogprobHead, Targets
+from megatron_lrl.models.head import LogprobHead, Targets, logits_rows
 from megatron_lrl.passes.ledger import SavedBytes
 from megatron_lrl.passes.schedule import from_last_stage, run_schedule, sum_over_cp
 
@@ -228,9 +228,8 @@ class _Flight:
             self.states[j].settle(self.run.runtime.groups.pp)
 
     def _head(self, j: int) -> LogprobHead:
-        return LogprobHead(
-            self.passes[j].targets, self.config.rollout.temperature, self.config.replay.logits_chunk
-        )
+        rows = logits_rows(self.config, self.run.arch.vocab_size, self.run.runtime.layout.tp)
+        return LogprobHead(self.passes[j].targets, self.config.rollout.temperature, rows)
 
     def _feed(self, j: int, number: int, scored: bool, model: Any) -> tuple[Tensor, Any]:
         """A round without a graph."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from megatron_lrl.lifetimes.identity import Identity, hash_tokens
 from megatron_lrl.lifetimes.optim import build_optimizer, gradient_buffers, wrap_ddp
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.build import PolicyModel, check_layout, configured_model
+from megatron_lrl.models.head import logits_rows
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
 from megatron_lrl.passes.ledger import Ledger, bytes_by_part
 from megatron_lrl.passes.lockstep import Lockstep, check_lockstep, spans_replicas
@@ -121,7 +123,7 @@ class Run:
 
     def gradients_finite(self) -> bool:
         """Whether every element of this rank's gradient buffers is finite."""
-        return all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in gradient_buffers(self.model))
+        return all(_finite(buffer.grad_data) for buffer in gradient_buffers(self.model))
 
     def step(self) -> StepResult:
         """Optimizer step with the accumulated gradient; the model version moves."""
@@ -147,6 +149,11 @@ class Run:
             parts["optimizer"] += [p for group in self.optimizer.param_groups for p in group["params"]]
         self.ledger.parts = bytes_by_part(parts)
         self.ledger.run = sum(self.ledger.parts.values())
+
+
+def _finite(x: torch.Tensor) -> bool:
+    """One pass without a temporary: NaN and infinity reach the smallest or the largest element."""
+    return not x.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(x))
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -226,6 +233,8 @@ def open_run(
         print(describe_rope(arch), flush=True)
         if arch.lastkv is not None:
             print(f"attention: {arch.attention}", flush=True)
+        rows = logits_rows(config, arch.vocab_size, runtime.layout.tp)
+        print(f"logits: of {rows} response tokens at a time (replay.logits_chunk)", flush=True)
     model: Any = load_policy(config, runtime, arch)
     run = Run(config, runtime, arch, model, version=1)
     if spans_replicas(runtime.layout):

@@ -44,6 +44,7 @@ class UpdateWindow:
         self._groups = ExitStack()
         self._nbytes = 0
         self._nonfinite: list[str] = []  # branches of this rank whose loss was not finite
+        self._finite: bool | None = None  # whether the reduced gradient is, once it was asked
         self.balance = 0.0  # weight of each response's auxiliary loss
 
     def __enter__(self) -> UpdateWindow:
@@ -124,6 +125,7 @@ class UpdateWindow:
         self.run.zero_grad()
         self.run.routing.clear()
         self._nonfinite.clear()
+        self._finite = None
         if self.contributions is not None:
             self.contributions.restart()
             self.phase = WindowPhase.FIXED
@@ -145,11 +147,13 @@ class UpdateWindow:
         self.phase = WindowPhase.REPLAYED
 
     def gradient_finite(self) -> bool:
-        """Whether the reduced gradient is finite on every rank; the same answer on all."""
+        """Whether the reduced gradient is finite on every rank; the same answer on all. Read once, then remembered."""
         self._require(WindowPhase.REPLAYED)
-        finite = torch.tensor(float(self.run.gradients_finite()), device=self.run.runtime.device)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        return bool(finite)
+        if self._finite is None:
+            finite = torch.tensor(float(self.run.gradients_finite()), device=self.run.runtime.device)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+            self._finite = bool(finite)
+        return self._finite
 
     def step(self) -> StepResult:
         """One optimizer step with the reduced gradient; bumps the model version and closes the window.

@@ -23,6 +23,18 @@ from torch import Tensor
 
 from megatron_lrl.layers.exchange import gather_tokens
 from megatron_lrl.layers.layout import TokenLayout
+from megatron_lrl.settings import Config
+
+LOGITS_BYTES = 2**27
+# What the forward holds at once for a logit: itself, its p and their product, and the narrow product it came from.
+_BYTES_OF_LOGIT = {"float32": 3 * 4, "float64": 3 * 8, "bfloat16": 3 * 4 + 2}
+
+
+def logits_rows(config: Config, vocab_size: int, tp: int) -> int:
+    """Rows whose logits exist at once: replay.logits_chunk, or what fits `LOGITS_BYTES` on a tp rank (16 at least)."""
+    if config.replay.logits_chunk:
+        return config.replay.logits_chunk
+    return max(16, LOGITS_BYTES // (_BYTES_OF_LOGIT[config.model.dtype] * -(-vocab_size // tp)))
 
 
 def all_rows(hidden_smh: Tensor, model: Any) -> Tensor:
@@ -107,6 +119,7 @@ class _PolicyLogprobs(torch.autograd.Function):
             logprobs.append(sums[2] - lse)
             entropies.append(lse - sums[1] / sums[0])
             normalisers.append(lse)
+            del logits, p  # or they stand beside the next rows'
         wide = torch.float64 if weight_vH.dtype == torch.float64 else torch.float32
         empty = hidden_nH.new_empty(0, dtype=wide)
         logprob_n, entropy_n, lse_n = (
@@ -135,8 +148,11 @@ class _PolicyLogprobs(torch.autograd.Function):
             dlogits.scatter_add_(-1, index, scale * mine.unsqueeze(-1))
             dlogits = dlogits.to(weight_vH.dtype)
             dhidden_nH[rows] = dlogits @ weight_vH
-            part = dlogits.t() @ hidden
-            dweight_vH = part if dweight_vH is None else dweight_vH.to(wide).add_(part)
+            if dweight_vH is not None and dweight_vH.dtype == dlogits.dtype == wide:
+                dweight_vH.addmm_(dlogits.t(), hidden)  # no second [v, H]
+            else:
+                part = dlogits.t() @ hidden
+                dweight_vH = part if dweight_vH is None else dweight_vH.to(wide).add_(part)
         if dweight_vH is None:
             dweight_vH = torch.zeros_like(weight_vH)
         return dhidden_nH, dweight_vH.to(weight_vH.dtype), None, None, None, None, None

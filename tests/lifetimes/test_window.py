@@ -166,6 +166,51 @@ def test_a_gradient_that_is_not_finite_changes_no_parameter(run: Run) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_every_kind_of_bad_element_is_found_in_one_reading(run: Run, value: float) -> None:
+    with run.update_window() as window:
+        window.fix(KEYS)
+        replay_all(window)
+        window.reduce()
+        assert run.gradients_finite()
+        buffer = run.model.buffers[-1].grad_data
+        before = buffer[-1].item()
+        buffer[-1] = value
+        assert not run.gradients_finite()
+        assert not window.gradient_finite()
+        buffer[-1] = before
+        assert not window.gradient_finite()  # remembered: `step` does not read the buffers again
+        window.restart()
+        replay_all(window)
+        window.reduce()
+        assert window.gradient_finite()
+
+
+def test_the_fused_step_is_adamw(run: Run) -> None:
+    """Megatron-Core's optimizer, its gradient clipped, against torch's AdamW over single tensors: a few ulp."""
+    groups = [dict(group) for group in run.optimizer.param_groups]
+    assert all(group["fused"] for group in groups)
+    mains = [p for group in groups for p in group["params"]]
+    copies = {p: torch.nn.Parameter(p.detach().clone()) for p in mains}
+    plain = torch.optim.AdamW(
+        [{**g, "params": [copies[p] for p in g["params"]], "fused": False} for g in groups]
+    )
+    for main, copy in copies.items():
+        plain.state[copy] = {k: v.clone() for k, v in run.optimizer.optimizer.state[main].items()}
+    with run.update_window() as window:
+        window.fix(KEYS)
+        replay_all(window)
+        window.reduce()
+        clip = run.config.optimizer.clip_grad
+        norm = gradient(run).norm().item()
+        for main, copy in copies.items():
+            copy.grad = main.main_grad * min(1.0, clip / (norm + 1e-6))
+        window.step()
+    plain.step()
+    for main, copy in copies.items():
+        torch.testing.assert_close(main, copy, rtol=1e-6, atol=1e-9)
+
+
 def test_a_prefix_dies_with_the_step(run: Run) -> None:
     with run.update_window() as window:
         window.fix(KEYS)

@@ -14,6 +14,8 @@ Legend: n rows, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import os
+import weakref
 from typing import Any
 
 import pytest
@@ -21,7 +23,10 @@ import torch
 import torch.distributed as dist
 from harness import World, run_world
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lrl.config import load_config
+from megatron_lrl.models import head
 from megatron_lrl.models.head import gather_logits, local_logits, policy_logprobs
 
 V, H = 131, 16
@@ -105,6 +110,54 @@ def test_no_rows_take_part_with_zero_gradients() -> None:
     assert found["dhidden"].shape == (0, H)
     assert found["dweight"].shape == (V, H)
     assert not found["dweight"].any()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators made and that still live, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.live:
+                storage = x.untyped_storage()
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_logits_stay_within_their_budget(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 rows of 4,099 columns take 16 MB as float32; a budget of 2 MiB holds for all that exists at once."""
+    monkeypatch.setattr(head, "LOGITS_BYTES", 2**21)
+    config = load_config(os.devnull, ["model.hf=unused", f"model.dtype={dtype}"])
+    rows = head.logits_rows(config, 4099, 1)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    hidden, weight = torch.randn(1000, 2).to(torch_dtype), torch.randn(4099, 2).to(torch_dtype)
+    hidden.requires_grad_(), weight.requires_grad_()
+    with LiveBytes() as bytes_:
+        logprob, _ = policy_logprobs(
+            hidden, weight, torch.zeros(1000, dtype=torch.long),
+            vocab_size=4099, temperature=1.0, tp_group=Alone(), chunk=rows,
+        )  # fmt: skip
+        logprob.sum().backward()
+    small = 8 * (4 * 1000 + 4 * 4099 * 2)  # what is as long as the rows, and the weight's gradient
+    assert 2**20 < bytes_.peak < 2**21 + small
+
+
+def test_a_chosen_chunk_stays() -> None:
+    assert (
+        head.logits_rows(load_config(os.devnull, ["model.hf=unused", "replay.logits_chunk=5"]), 151936, 1)
+        == 5
+    )
+    auto = load_config(os.devnull, ["model.hf=unused"])
+    assert head.logits_rows(auto, 151936, 1) == 73  # 2^27 / (3 x 4 x 151,936)
+    assert head.logits_rows(auto, 151936, 8) == 588
 
 
 def test_extreme_logits_stay_finite() -> None:
