@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_lrl.errors import UserError, writing
@@ -53,17 +51,6 @@ def publish(target: str | Path) -> None:
 def discard(target: str | Path) -> None:
     """Remove the working directory after a failure."""
     shutil.rmtree(incomplete_path(Path(target)), ignore_errors=True)
-
-
-@contextmanager
-def new_directory(target: str | Path) -> Iterator[Path]:
-    """`prepare`, then `publish` if the block succeeded and `discard` if not (one process)."""
-    partial = prepare(target)
-    try:
-        yield partial
-        publish(target)
-    finally:
-        discard(target)
 
 
 def carry_files(source: Path, target: Path) -> list[str]:

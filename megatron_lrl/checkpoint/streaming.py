@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.futures import Future
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.checkpoint.binding import unwrap
@@ -26,6 +25,7 @@ from megatron_lrl.checkpoint.weights import UNREADABLE, weights_state_dict
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.build import PolicyModel, build_model
 from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.models.meta import META, OnMeta
 from megatron_lrl.runtime import Runtime
 
 platform_cpu.install()
@@ -58,22 +58,10 @@ from torch.distributed.checkpoint.storage import WriteResult  # noqa: E402
 
 Values = Callable[[torch.Tensor], torch.Tensor]  # a parameter of the meta model -> its values
 
-META = torch.device("meta")
-
-
-class _OnMeta(TorchDispatchMode):
-    """Puts every tensor that is created on the meta device, whatever device its creator names."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            kwargs = {**kwargs, "device": META}
-        return func(*args, **kwargs)
-
 
 def build_meta_model(arch: Architecture, runtime: Runtime, dtype: torch.dtype) -> PolicyModel:
     """This rank's stage of the model without storage. Raises `UserError` as `build_model`."""
-    with _OnMeta():
+    with OnMeta():
         return build_model(arch, replace(runtime, device=META), dtype)
 
 

@@ -37,12 +37,6 @@ def weights_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
 
-def save_weights(model: torch.nn.Module, directory: Path, runtime: Runtime) -> None:
-    """Write the weights of all ranks into an existing directory; collective."""
-    runtime.barrier()
-    dist_checkpointing.save({"model": weights_state_dict(model)}, str(directory))
-
-
 @torch.no_grad()
 def load_weights(
     model: torch.nn.Module,

@@ -152,11 +152,6 @@ class Architecture:
         return max(i for i, mixer in enumerate(self.mixers, 1) if mixer == ATTENTION)
 
     @property
-    def heads_per_group(self) -> int:
-        """Query heads per key-value head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def attention(self) -> str:
         """For identities and logs: "full", "lastkv C=512 blend", "full, 3 of 4 layers Gated DeltaNet"."""
         kind = "full" if self.lastkv is None else str(self.lastkv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
@@ -44,10 +44,6 @@ class Identity:
         ]
         if differing:
             raise IdentityMismatch("resident prefix does not match: " + "; ".join(differing))
-
-    def at_version(self, version: int) -> Identity:
-        """The same prefix under another model version."""
-        return replace(self, model_version=version)
 
     def to_dict(self) -> dict[str, str | int]:
         return asdict(self)

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.layers.softmax import kernels
@@ -33,6 +32,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.utils import GlobalMemoryBuffer  # noqa: E402
 
 from megatron_lrl.layers.gdn import delta_rule  # noqa: E402
+from megatron_lrl.models.meta import META, OnMeta  # noqa: E402
 from megatron_lrl.passes import schedule  # noqa: E402
 from megatron_lrl.plan.memo import ShapeMemo  # noqa: E402
 from megatron_lrl.plan.stand_ins import (  # noqa: E402
@@ -57,7 +57,6 @@ REPLACED_NAMES = (
 )
 """What a rehearsal replaces while its block is open; a test holds that each exists and comes back."""
 
-META = torch.device("meta")
 _TYPE_NAMES = {
     torch.float32: "Float",
     torch.float16: "Half",
@@ -105,27 +104,6 @@ def beside(runtime: Runtime) -> PlannedRuntime:
     return PlannedRuntime(META, runtime.rank, runtime.world_size, runtime.layout, runtime.groups)
 
 
-class _OnMeta(TorchDispatchMode):
-    """Puts every tensor that is created, or moved to a device, on the meta device."""
-
-    _kinds: dict[Any, tuple[bool, bool]] = {}  # noqa: RUF012 - schemas do not change
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._memo = ShapeMemo()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in self._kinds:
-            arguments = func._schema.arguments
-            has_device = any(argument.name == "device" for argument in arguments)
-            self._kinds[func] = has_device, any("Tensor" in str(argument.type) for argument in arguments)
-        has_device, reads_tensors = self._kinds[func]
-        if has_device and (not reads_tensors or kwargs.get("device") is not None):
-            kwargs = {**kwargs, "device": META}
-        return self._memo.call(func, args, kwargs)
-
-
 @contextmanager
 def rehearsal(in_flight: int = 1) -> Iterator[None]:
     """Everything built and run in the block is planned: shapes, dtypes and graphs are real, values do not exist.
@@ -160,7 +138,7 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
         stack.enter_context(_replaced(kernels, "attend_backward", shapes_of_attention_backward))
         stack.enter_context(_replaced(delta_rule, "_DeltaRule", PlannedDeltaRule))
         stack.enter_context(_replaced(delta_rule, "_blocks", shapes_of_blocks))
-        stack.enter_context(_OnMeta())
+        stack.enter_context(OnMeta(ShapeMemo().call))
         yield
 
 

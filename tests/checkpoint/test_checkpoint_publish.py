@@ -1,7 +1,7 @@
 """Claim: a directory appears whole or not at all, only files that belong to a model travel with it, and a
 model that does not fit the conversion table is noticed.
 
-Why the tests show it: the block that fills the directory is made to fail, and the file system is looked at;
+Why the tests show it: directories are filled and published, or discarded, and the file system is looked at;
 the carried names are compared with a list; parameters are added to and taken from a stand-in model. Not
 shown: power loss.
 """
@@ -15,28 +15,28 @@ import pytest
 import torch
 
 from megatron_lrl.checkpoint.binding import bind
-from megatron_lrl.checkpoint.publish import carry_files, new_directory
+from megatron_lrl.checkpoint.publish import carry_files, discard, prepare, publish
 from megatron_lrl.checkpoint.table import conversion_table
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import Architecture, architecture_from_dict
 
 
-def test_a_failed_block_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="half way"):
-        with new_directory(tmp_path / "out") as partial:
-            (partial / "file").write_text("half")
-            raise RuntimeError("half way")
+def test_what_is_discarded_leaves_nothing(tmp_path: Path) -> None:
+    (prepare(tmp_path / "out") / "file").write_text("half")
+    discard(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_finished_block_is_published(tmp_path: Path) -> None:
-    with new_directory(tmp_path / "deep" / "out") as partial:
-        (partial / "file").write_text("whole")
-        assert not (tmp_path / "deep" / "out").exists()
-    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["out"]
+def test_what_is_finished_is_published(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+    (prepare(target) / "of an interrupted run").write_text("half")
+    (prepare(target) / "file").write_text("whole")
+    assert not target.exists()
+    publish(target)
+    discard(target)
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["deep", "deep/out", "deep/out/file"]
     with pytest.raises(UserError, match="not an empty directory"):
-        with new_directory(tmp_path / "deep" / "out"):
-            pytest.fail("the block must not run")
+        prepare(target)
 
 
 def test_only_files_of_the_model_travel(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_difference_is_named(name: str) -> None:
 
 def test_all_differences_are_named() -> None:
     with pytest.raises(IdentityMismatch, match=r"model_version: .*; rope: "):
-        IDENTITY.require(replace(IDENTITY.at_version(4), rope="another"))
+        IDENTITY.require(replace(IDENTITY, model_version=4, rope="another"))
 
 
 def test_tokens_are_hashed_as_ids() -> None:

@@ -156,7 +156,7 @@ def test_parameters_are_those_of_transformers(
 def test_qwen36_27b() -> None:
     arch = architecture_from_dict(QWEN36_27B)
     assert arch.mixers.count(ATTENTION) == 16 and arch.last_attention_layer == 64 and arch.hybrid
-    assert (arch.heads_per_group, arch.rope.rotary_dim, arch.max_positions) == (6, 64, 262144)
+    assert (arch.num_heads // arch.num_kv_heads, arch.rope.rotary_dim, arch.max_positions) == (6, 64, 262144)
     assert arch.hf_prefix == "model.language_model." and arch.output_gate and arch.zero_centered_norm
     assert "head_dim=256 of which 64 rotate" in describe_rope(arch)
 
