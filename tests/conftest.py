@@ -13,11 +13,7 @@ from harness.worlds import World, left_out
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 
-NUMBERS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[NUMBERS] = []
+MEASURED = "measured"  # a property of a test's report, which also reaches the summary from another process
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` selects
@@ -64,7 +60,7 @@ def report(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
 
     def add(name: str, value: object) -> None:
         text = f"{value:.3g}" if isinstance(value, float) else str(value)
-        request.config.stash[NUMBERS].append((request.node.nodeid, name, text))
+        request.node.user_properties.append((MEASURED, (name, text)))
 
     return add
 
@@ -75,8 +71,17 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("session")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    numbers = config.stash[NUMBERS]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    done = [
+        r for reports in terminalreporter.stats.values() for r in reports if isinstance(r, pytest.TestReport)
+    ]
+    numbers = [
+        (report.nodeid, *value)
+        for report in sorted(done, key=lambda report: report.nodeid)
+        if report.when == "call"
+        for kind, value in report.user_properties
+        if kind == MEASURED
+    ]
     if not numbers:
         return
     terminalreporter.section("measured")
