@@ -13,6 +13,7 @@ from typing import Any
 from megatron_lrl import __version__
 from megatron_lrl.config import describe_settings, load_config
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import check_path, printable
 
 _DESCRIPTION = """\
 Reinforcement learning of large models on very long prompts, on Megatron-Core.
@@ -44,8 +45,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "import": (
         "convert a Hugging Face directory to a Megatron distributed checkpoint",
         (
-            "Convert a Hugging Face directory (config.json, safetensors, tokenizer) to a Megatron "
-            "distributed "
+            "Convert a Hugging Face directory (config.json, safetensors, tokenizer) to a Megatron distributed "
             "checkpoint, which `train` and the other verbs read as model.checkpoint.",
             "With --lastkv-chunk a model of full attention becomes a LastKV one: config.json gets the key "
             "lastkv, each attention layer a gate per KV head (a hybrid's recurrent layers stay). It is not "
@@ -59,8 +59,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "export": (
         "convert a checkpoint (of import or train) back to a Hugging Face directory",
         (
-            "Convert a checkpoint of `import` or `train` to a Hugging Face directory, with the files of "
-            "the "
+            "Convert a checkpoint of `import` or `train` to a Hugging Face directory, with the files of the "
             "original. Weights that were not trained come out bit-equal.",
             _TARGET,
         ),
@@ -74,8 +73,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "against the "
             "resident prompt, step. The folder train.output receives checkpoints, TensorBoard and "
             "metrics.jsonl.",
-            "The same command again resumes from the newest checkpoint. SIGINT or SIGTERM saves one "
-            "after the "
+            "The same command again resumes from the newest checkpoint. SIGINT or SIGTERM saves one after the "
             "current update and stops.",
             _SETTINGS,
         ),
@@ -85,8 +83,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "generate": (
         "sample a group of responses for every prompt of a file",
         (
-            "Sample rollout.group_size responses for every prompt of a JSONL file and write them as "
-            "trajectories, "
+            "Sample rollout.group_size responses for every prompt of a JSONL file and write them as trajectories, "
             "one group a line: ids, the sampler's log-probabilities, and rewards if the prompts have what "
             "data.reward reads.",
             _SETTINGS,
@@ -97,8 +94,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "score": (
         "log-probabilities of recorded responses",
         (
-            "Write log softmax(logits / rollout.temperature) of every recorded response token, one group "
-            "a line: "
+            "Write log softmax(logits / rollout.temperature) of every recorded response token, one group a line: "
             '{"id": ..., "logprobs": [[...], ...]}.',
             _SETTINGS,
         ),
@@ -144,6 +140,9 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
         "plan config.toml --world 64 --prompt 131072 --budget 139 parallel.tp=4 parallel.cp=8",
     ),
 }
+
+
+_PATHS = {"source", "target", "config", "prompts", "trajectories", "out"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -286,11 +285,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.config is None:
             parser.error(f"{options.verb} needs CONFIG, a TOML file of settings")
     try:
+        for name in _PATHS & vars(options).keys():
+            check_path(getattr(options, name) or "", name)
         return _run(options)
     except UserError as error:
         # Every rank has the same error; one prints it.
         if _speaks():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         return 130  # as a shell reports it; `train` saves a checkpoint and returns 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,15 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import (
+    NotInFormat,
+    check_depth,
+    check_path,
+    check_text,
+    parse_toml,
+    read_toml,
+    shown,
+)
 from megatron_lrl.settings import Config, Table
 
 __all__ = [
@@ -32,6 +40,9 @@ __all__ = [
 ]
 
 
+_PATHS = ("model.hf", "model.checkpoint", "train.output", "data.prompts", "lm.data", "lm.held_out")
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply `table.key=value` overrides in order (the last one wins) and validate.
 
@@ -39,12 +50,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     `train.output=runs/a` needs no quotes. Raises UserError naming every wrong key, where it was set and what
     would be valid.
     """
-    try:
-        tables: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"config file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"config file {path} is not valid TOML: {error}") from error
+    tables = read_toml(path)
     source: dict[str, str] = {}
     for text in overrides:
         keys, value = _parse_override(text)
@@ -53,12 +59,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if isinstance(tables.get("model"), dict) and ("model.hf" in source) != ("model.checkpoint" in source):
         tables["model"].pop("checkpoint" if "model.hf" in source else "hf", None)
     try:
-        return Config.model_validate(tables)
+        config = Config.model_validate(tables)
     except ValidationError as error:
         # A default that depends on a wrong key could not be computed; the wrong key has its own error.
         wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
         problems = dict.fromkeys(_problem(e, str(path), source) for e in wrong)
         raise UserError("\n".join(problems)) from None
+    for key in _PATHS:
+        table, name = key.split(".")
+        if (value := getattr(getattr(config, table), name)) is not None:
+            check_path(value, key)
+    return config
 
 
 def describe_settings() -> str:
@@ -142,9 +153,12 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
     keys = name.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
         raise UserError(f"override {text!r} is not table.key=value, for example train.updates=3")
+    where = f"override {shown(text)}"
+    check_text(text, where)
+    check_depth(len(keys), where)
     try:
-        parsed = tomllib.loads(f"value = {raw.strip()}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {raw.strip()}", where)
+    except NotInFormat:
         return keys, raw.strip()
     # A line break in the text could smuggle in more keys: then it is not one value but a string.
     return keys, parsed["value"] if parsed.keys() == {"value"} else raw

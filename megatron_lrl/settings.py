@@ -18,7 +18,13 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+LARGEST, LARGEST_NUMBER = 2**31 - 1, 1e30  # of integers and numbers; float32 goes to 3e38
+LARGEST_BYTES = 2**60
+
+
 def _key(default: Any, description: str, **constraints: Any) -> Any:
+    if type(default) in (int, float):
+        constraints.setdefault("le", LARGEST if type(default) is int else LARGEST_NUMBER)
     return Field(default=default, description=description, **constraints)
 
 
@@ -123,6 +129,7 @@ class PrefixTable(Table):
         "bytes of saved tensors that the capture may keep, so that the newest chunks need no second forward in "
         "the exact sweep; needs parallel.pp = 1, no effect under LastKV; execution only, never changes results",
         ge=0,
+        le=LARGEST_BYTES,
     )
     snapshot_bytes: int = _key(
         0,
@@ -130,6 +137,7 @@ class PrefixTable(Table):
         "captured chunk, own-layer keys and values (LastKV) of each LastKV chunk; with fewer restarts the chunks "
         "between them run forward once more; 0 = no limit; execution only, never changes results",
         ge=0,
+        le=LARGEST_BYTES,
     )
 
     @model_validator(mode="after")
@@ -233,7 +241,7 @@ Pair = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isin
 class OptimizerTable(Table):
     """AdamW and its learning rate."""
 
-    lr: float = _key(1e-6, "learning rate after warm-up", gt=0)
+    lr: float = _key(1e-6, "learning rate after warm-up", gt=0, le=1e3)
     betas: Pair = _key((0.9, 0.95), "decay rates of the two moments, each in [0, 1)")
     eps: float = _key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = _key(0.0, "decoupled weight decay", ge=0)

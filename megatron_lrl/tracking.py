@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_lrl.errors import UserError, writing
+from megatron_lrl.reading import json_lines
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -177,23 +178,13 @@ def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     A last line that was cut off by a crash is left out. Raises UserError if there is no such file or a line
     is broken.
     """
-    path = Path(output_dir) / METRICS_FILE
-    try:
-        return _read(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return _read(Path(output_dir) / METRICS_FILE)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    # Only a line that ends was written in full.
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get("update"), int):
+    for number, record in json_lines(path, whole=True):
+        if not isinstance(record.get("update"), int):
             raise UserError(f'{path}:{number}: not an object with an integer "update"')
         records.append(record)
     return records

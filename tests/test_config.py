@@ -320,10 +320,10 @@ def test_problems_in_a_file_name_the_file_and_all_keys(write, tmp_path: Path) ->
     assert all(f"{path}: {key} expects integer >= 1" in message for key in ("train.updates", "parallel.tp"))
     assert f"{path}: train must be a table" in refused(write('train = 3\nmodel = { hf = "D" }\n'))
     assert "not valid TOML" in refused(write("[model\n")) and "line 1" in refused(write("[model\n"))
-    assert "missing.toml cannot be read" in refused(tmp_path / "missing.toml")
+    assert "missing.toml: cannot be read" in refused(tmp_path / "missing.toml")
     assert "cannot be read" in refused(tmp_path)
     path.write_bytes(b"\xff\xfe")
-    assert "not valid TOML" in refused(path)
+    assert "not UTF-8 text" in refused(path)
 
 
 def test_settings_are_frozen(write) -> None:
@@ -341,7 +341,7 @@ def test_help_shows_every_key_once_with_its_default() -> None:
             assert setting.description and setting.description in section
             assert sum(line.split()[:1] == [key] for line in section.splitlines()) == 1, key
     assert '(one of "grpo", "dr_grpo", "rloo"; default: "grpo")' in text
-    assert "(number > 0; default: 1e-06)" in text
+    assert "(number > 0 and <= 1000.0; default: 1e-06)" in text
     assert "(true or false; default: true if tp > 1)" in text
 
 

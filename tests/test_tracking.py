@@ -75,7 +75,7 @@ def test_a_line_cut_by_a_crash_is_dropped(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"update": 0}\nnonsense\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not JSON"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
         read_metrics(tmp_path)
     with pytest.raises(UserError, match=r"cannot be read"):
         read_metrics(tmp_path / "nowhere")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError, writing
+from megatron_lrl.reading import read_object, shown
 from megatron_lrl.runtime import Runtime
 
 COMPLETION_FILE = "complete.json"
@@ -34,18 +35,16 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path, format_version: int, what: str) -> dict[str, Any]:
     """A JSON object of this format version. Raises UserError naming the file if it is missing, damaged or
     newer."""
+    if not os.path.lexists(path):
+        raise UserError(f"{path}: no such file; expected {what}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content["format_version"]
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; expected {what}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged: {error}; expected {what}") from error
+        content = read_object(path)
+    except UserError as error:
+        raise UserError(f"{error}; expected {what}") from None
+    version = content.get("format_version")
     if version != format_version:
-        raise UserError(f"{path}: format_version = {version!r}; this version reads {format_version}")
-    return dict(content)
+        raise UserError(f"{path}: format_version = {shown(version)}; this version reads {format_version}")
+    return content
 
 
 def write_completion(directory: Path, runtime: Runtime) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.checkpoint.carried import carry_tensors
+from megatron_lrl.checkpoint.completion import read_json
 from megatron_lrl.checkpoint.publish import carry_files
 from megatron_lrl.checkpoint.safetensors_io import FileLayout
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import Architecture, read_architecture
+from megatron_lrl.reading import read_object, reason_of
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "megatron_lrl.json"
@@ -68,7 +70,7 @@ def write_manifest(directory: Path, manifest: Manifest, carried_from: Path, arch
 
 def _adapt_config(config_file: Path, lastkv: Mapping[str, Any] | None) -> None:
     """A file that says already what the model is keeps its bytes."""
-    before = json.loads(config_file.read_text(encoding="utf-8"))
+    before = read_object(config_file)
     after = {key: value for key, value in before.items() if key != "quantization_config"}
     if isinstance(after.get("text_config"), dict):
         text = after["text_config"]
@@ -82,21 +84,16 @@ def _adapt_config(config_file: Path, lastkv: Mapping[str, Any] | None) -> None:
 def read_manifest(ckpt_dir: str | Path) -> Manifest:
     """Raises UserError: no checkpoint there, one of another format version, or a damaged manifest."""
     path = Path(ckpt_dir) / MANIFEST_FILE
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; expected a checkpoint written by `import` or `train`")
+    content = read_json(path, FORMAT_VERSION, "a checkpoint written by `import` or `train`")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content["format_version"]
-        if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format_version = {version!r}; this version reads {FORMAT_VERSION}")
         return Manifest(
             fingerprint=str(content["fingerprint"]),
             architecture=dict(content["architecture"]),
             dtype=str(content["dtype"]),
             layout=FileLayout.from_dict(content["source"]),
         )
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: damaged manifest: {error}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged manifest: {reason_of(error)}") from error
 
 
 def read_checkpoint_architecture(ckpt_dir: str | Path) -> tuple[Architecture, Manifest]:

@@ -8,7 +8,6 @@ visited. `safetensors_writer` is the counterpart.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import opened, parse_json, read_object, reason_of, shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -236,15 +236,13 @@ def _read_layout(directory: Path) -> tuple[FileLayout, dict[str, int]]:
 
 
 def _read_indexed(directory: Path, index: Path) -> tuple[FileLayout, dict[str, int]]:
+    content = read_object(index)
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
         weight_map = {str(name): plain_name(file) for name, file in content["weight_map"].items()}
         index_metadata = dict(content.get("metadata") or {})
-    except OSError as error:
-        raise UserError(f"{index}: cannot be read: {error.strerror or error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
-            f"{index}: not a safetensors index (weight_map from tensor to file name): {error}"
+            f"{index}: not a safetensors index (weight_map from tensor to file name): {reason_of(error)}"
         ) from error
     tensors: list[TensorRecord] = []
     metadata: dict[str, Mapping[str, str]] = {}
@@ -274,18 +272,17 @@ def read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str], dict
 
     The data must fill the file exactly. Raises UserError on a damaged file.
     """
+    with opened(path) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        length = int.from_bytes(handle.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise UserError(f"{path}: truncated or not a safetensors file: its header is incomplete")
+        encoded = handle.read(length)
+    header = parse_json(encoded, f"{path}: damaged safetensors header", bom=False)
     try:
-        size = path.stat().st_size
-        with path.open("rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise UserError(f"{path}: truncated or not a safetensors file: its header is incomplete")
-            encoded = handle.read(length)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    try:
-        header = json.loads(encoded)
         metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise ValueError(f"__metadata__ must be an object of strings, found {shown(metadata)}")
         fields = sorted(
             (
                 int(entry["data_offsets"][0]),
@@ -296,8 +293,8 @@ def read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str], dict
             )
             for name, entry in header.items()
         )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise UserError(f"{path}: damaged safetensors header: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(f"{path}: damaged safetensors header: {reason_of(error)}") from error
     position = 0
     for begin, end, record in fields:
         if record.dtype not in _BITS:

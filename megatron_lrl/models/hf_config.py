@@ -7,7 +7,6 @@ does with its fields stands in `hf_families`, which fields are known in `hf_fiel
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from megatron_lrl.models.hf_fields import (
     refuse_sliding_window,
     refuse_unsupported,
 )
+from megatron_lrl.reading import read_object
 
 __all__ = [
     "ATTENTION",
@@ -61,15 +61,7 @@ def read_architecture(hf_dir: str | Path) -> Architecture:
         raise UserError(f"{directory}: no such directory; expected a Hugging Face model directory")
     if not path.is_file():
         raise UserError(f"{path}: no such file; a Hugging Face model directory holds a config.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return architecture_from_dict(raw, source=str(path))
+    return architecture_from_dict(read_object(path), source=str(path))
 
 
 def architecture_from_dict(raw: Mapping[str, Any], source: str = "config.json") -> Architecture:

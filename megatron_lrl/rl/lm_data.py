@@ -10,7 +10,6 @@ A sequence is a function of its number, so a run that resumes needs only its pos
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import MAX_LINE, failures_of, json_lines, read_text, shown
 from megatron_lrl.settings import LmTable
 
 
@@ -95,9 +95,9 @@ def load_corpus(
             "Megatron indexed dataset"
         )
     elif path.suffix == ".txt":
-        documents = [_encode(_read(path, what), tokenizer, f"{path}")]
+        documents = [_encode(read_text(path, MAX_LINE), tokenizer, f"{path}")]
     elif path.suffix == ".jsonl":
-        documents = list(_jsonl(path, what, settings.text_key, tokenizer, vocab_size))
+        documents = list(_jsonl(path, settings.text_key, tokenizer, vocab_size))
     else:
         raise UserError(f"{what}: unknown kind of file; valid: .txt, .jsonl, a prefix of .bin and .idx")
     kept = [document for document in documents if len(document) > 1]
@@ -106,38 +106,29 @@ def load_corpus(
     return Corpus(kept, seed, shuffle)
 
 
-def _read(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{what}: cannot be read as UTF-8 text: {error}") from error
-
-
 def _encode(text: str, tokenizer: Any, where: str) -> list[int]:
     if tokenizer is None:
         raise UserError(
             f"{where}: text needs a tokenizer, and the model's directory has none; give token ids"
         )
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    with failures_of(where, "the tokenizer cannot encode it"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
     return [*ids, end] if end is not None else ids
 
 
-def _jsonl(path: Path, what: str, key: str, tokenizer: Any, vocab_size: int) -> Iterator[list[int]]:
-    for number, line in enumerate(_read(path, what).splitlines(), start=1):
-        if not line.strip():
-            continue
+def _jsonl(path: Path, key: str, tokenizer: Any, vocab_size: int) -> Iterator[list[int]]:
+    for number, record in json_lines(path):
         where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where}: not valid JSON: {error}") from None
-        if isinstance(record, dict) and isinstance(record.get("ids"), list):
+        if isinstance(record.get("ids"), list):
             ids = record["ids"]
-            if not all(isinstance(token, int) and 0 <= token < vocab_size for token in ids):
-                raise UserError(f'{where}: "ids" must hold token ids; valid: 0 to {vocab_size - 1}')
+            if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+                wrong = next(t for t in ids if type(t) is not int or not 0 <= t < vocab_size)
+                raise UserError(
+                    f'{where}: "ids" must hold token ids, found {shown(wrong)}; valid: 0 to {vocab_size - 1}'
+                )
             yield ids
-        elif isinstance(record, dict) and isinstance(record.get(key), str):
+        elif isinstance(record.get(key), str):
             yield _encode(record[key], tokenizer, where)
         else:
             raise UserError(f'{where}: expected an object with "{key}" (text) or "ids" (token ids)')
@@ -149,7 +140,7 @@ def _indexed(prefix: Path, vocab_size: int, what: str) -> list[np.ndarray]:
 
     if not prefix.with_name(prefix.name + ".bin").is_file():
         raise UserError(f"{what}: {prefix}.idx is there, {prefix}.bin is not")
-    try:
+    with failures_of(what, "not a Megatron indexed dataset"):  # Megatron-Core asserts on a damaged header
         dataset = IndexedDataset(str(prefix))
         bounds = dataset.document_indices
         documents = [
@@ -157,8 +148,6 @@ def _indexed(prefix: Path, vocab_size: int, what: str) -> list[np.ndarray]:
             for low, high in pairwise(bounds)
             if high > low
         ]
-    except Exception as error:  # Megatron-Core asserts on a damaged header
-        raise UserError(f"{what}: not a Megatron indexed dataset: {error}") from error
     for number, document in enumerate(documents):
         if len(document) and not 0 <= int(document.min()) <= int(document.max()) < vocab_size:
             raise UserError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_lrl.checkpoint.training import CHECKPOINTS
 from megatron_lrl.config import differing_settings
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import read_object
 from megatron_lrl.rollout.journal import JOURNAL
 from megatron_lrl.settings import Config
 from megatron_lrl.tracking import METRICS_FILE, TENSORBOARD_FOLDER
@@ -98,14 +99,9 @@ def _has_results(output: Path) -> bool:
 
 def _read_record(record: Path) -> dict[str, dict[str, object]]:
     """The settings that a folder's run was started with."""
-    try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not all(isinstance(table, dict) for table in content.values()):
-            raise ValueError("not the settings of a run")
-    except OSError as error:
-        raise UserError(f"{record} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{record} is damaged ({error}); choose another train.output") from error
+    content = read_object(record)
+    if not all(isinstance(table, dict) for table in content.values()):
+        raise UserError(f"{record}: not the settings of a run; choose another train.output")
     return content
 
 

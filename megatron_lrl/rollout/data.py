@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import json_lines
+from megatron_lrl.reading import shown as _short
 from megatron_lrl.rollout.recorded_routing import RoutingShape, routing_of
 from megatron_lrl.rollout.types import Group, Prompt, Response
 
@@ -62,7 +64,7 @@ def read_prompts(
     must fit limits.max_positions. Raises UserError (file:line), also for a file without prompts.
     """
     seen: dict[str, int] = {}
-    for line, record in _records(path):
+    for line, record in json_lines(path):
         where = f"{path}:{line}"
         name = _identifier(record, where, seen, line, default=f"line-{line}")
         forms = [form for form in _PROMPT_FORMS if form in record]
@@ -105,7 +107,7 @@ def read_trajectories(path: str | Path, limits: Limits) -> Iterator[Group]:
     prompt + response longer than limits.max_positions, and a file without groups.
     """
     seen: dict[str, int] = {}
-    for line, record in _records(path):
+    for line, record in json_lines(path):
         where = f"{path}:{line}"
         _refuse_misspellings(record, ("id", "prompt_ids", "responses"), where)
         name = _identifier(record, where, seen, line, default=None)
@@ -197,24 +199,6 @@ def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(size))
     random.Random(f"{seed}/{epoch}").shuffle(order)  # a string seed hashes alike on every machine
     return tuple(order)
-
-
-def _records(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, JSON object) of every line that is not blank."""
-    try:
-        with Path(path).open("rb") as file:
-            for line, raw in enumerate(file, start=1):
-                if not raw.strip():
-                    continue
-                try:
-                    record = json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{path}:{line}: not valid JSON: {error}") from None
-                if not isinstance(record, dict):
-                    raise UserError(f"{path}:{line}: a line must be a JSON object, found {_short(record)}")
-                yield line, record
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _identifier(
@@ -357,8 +341,3 @@ def _render(
         raise UserError(f'{where}: the chat template refused "messages": {error}') from error
     # The template writes the special tokens itself.
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _short(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_lrl.config import differing_settings
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import MAX_LINE, parse_json, read_bytes
 from megatron_lrl.rollout.data import group_record
 from megatron_lrl.rollout.recorded_routing import Routing
 from megatron_lrl.rollout.types import Group, Prompt, Response
@@ -94,8 +95,8 @@ class Journal:
                 raise ValueError("recorded for other prompts")
             print(f"update {update + 1}: replays the rollouts recorded in {path}", flush=True)
             return recorded
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = "damaged" if isinstance(error, (KeyError, TypeError)) else error
+        except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = error if isinstance(error, (UserError, ValueError)) else "damaged"
             print(f"skipped {path}: {reason}; update {update + 1} is sampled again", flush=True)
             return None
 
@@ -109,12 +110,18 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def _read(self, path: Path, update: int) -> Recorded:
-        content = path.read_bytes()
+        content = read_bytes(path, MAX_LINE)
         body, _, end = content.removesuffix(b"\n").rpartition(b"\n")
         body += b"\n"
-        if not content.endswith(b"\n") or json.loads(end)["sha256"] != hashlib.sha256(body).hexdigest():
+        if (
+            not content.endswith(b"\n")
+            or parse_json(end, f"{path}: its end")["sha256"] != hashlib.sha256(body).hexdigest()
+        ):
             raise ValueError("damaged: its checksum does not match")
-        header, *records = (json.loads(line) for line in body.splitlines())
+        header, *records = (
+            parse_json(line, f"{path}:{number}")
+            for number, line in enumerate(body.split(b"\n")[:-1], start=1)
+        )
         if (header["journal"], header["update"], header["groups"]) != (_FORMAT, update, len(records)):
             raise ValueError("not this update's rollouts")
         differing = differing_settings(header["config"], self.config)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_lrl.checkpoint.manifest import HF_FOLDER
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import failures_of, read_object
 from megatron_lrl.settings import Config
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_SETTINGS = ("special_tokens_map.json", "added_tokens.json")
 
 
 def hf_folder(config: Config) -> Path:
@@ -36,10 +37,11 @@ class Text:
         if any((folder / name).is_file() for name in _TOKENIZER_FILES):
             from transformers import AutoTokenizer
 
-            try:
+            for name in (*_TOKENIZER_FILES, *_TOKENIZER_SETTINGS):
+                if name.endswith(".json") and (folder / name).exists():
+                    read_object(folder / name)
+            with failures_of(folder, "the tokenizer does not load"):
                 self.tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            except Exception as error:  # transformers raises many kinds for a damaged file
-                raise UserError(f"{folder}: the tokenizer does not load: {error}") from error
         self.stop_ids = self._stop_ids()
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
@@ -62,10 +64,7 @@ class Text:
 
 def _eos_ids(path: Path) -> list[int]:
     """The "eos_token_id" of a JSON file: none, one or several."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a JSON object: {error}") from error
+    value = read_object(path).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise UserError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")

@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "index forgets a tensor": (_index_forgets_a_tensor, ("model.embed_tokens.weight", "does not name it")),
     "index points outside": (_index_points_outside, (INDEX, "../other.safetensors")),
-    "index is not JSON": (_index_is_not_json, (INDEX, "not a safetensors index")),
+    "index is not JSON": (_index_is_not_json, (INDEX, "not valid JSON")),
     "wrong shape": (_wrong_shape, ("model.layers.1.self_attn.k_proj.weight", "[15, 32]", "[16, 32]")),
     "wrong dtype": (_wrong_dtype, ("model.layers.2.mlp.down_proj.weight", "I8")),
     "missing tensor": (_missing_tensor, ("missing", "model.layers.3.self_attn.q_proj.bias")),

@@ -161,8 +161,8 @@ def test_sizes_must_be_stated(key: str) -> None:
 
 DAMAGED = {
     "cut": ("{", "not valid JSON"),
-    "list": ("[]", "expected a JSON object"),
-    "deep": ("[" * 100_000, "not valid JSON"),
+    "list": ("[]", "must hold a JSON object"),
+    "deep": ("[" * 100_000, "nested more than 100 deep"),
     "digits": ('{"vocab_size": 1' + "0" * 5000 + "}", "not valid JSON"),
 }
 
