@@ -17,18 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lrl.checkpoint.ops import (
-    Copy,
-    FuseGateUp,
-    GdnConvolution,
-    GdnHeads,
-    GdnInputFlat,
-    GdnInputGrouped,
-    InterleaveQkv,
-    Op,
-    PadVocabulary,
-    Split,
-)
+from megatron_lrl.checkpoint import ops
 
 sizes = st.integers(1, 4)
 
@@ -38,7 +27,7 @@ def _numbered(*shape: int) -> torch.Tensor:
     return torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def _check(op: Op, sources: list[torch.Tensor], tp: int, expected: Callable[[int], torch.Tensor]) -> None:
+def _check(op: ops.Op, sources: list[torch.Tensor], tp: int, expected: Callable[[int], torch.Tensor]) -> None:
     sources = [source + 10_000.0 * i for i, source in enumerate(sources)]
     width = torch.Size(n for i, n in enumerate(sources[0].shape) if i != op.axis)
     shards = [op.to_shard(sources, rank, tp, width) for rank in range(tp)]
@@ -63,7 +52,7 @@ def test_qkv_is_interleaved_per_group(
         parts = [(t + 10_000.0 * i).reshape(groups, -1, *tail) for i, t in enumerate((q, k, v))]
         return torch.cat(parts, dim=1).reshape(-1, *tail).chunk(tp)[rank]
 
-    _check(InterleaveQkv(groups * ratio, groups, head_dim), [q, k, v], tp, expected)
+    _check(ops.InterleaveQkv(groups * ratio, groups, head_dim), [q, k, v], tp, expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,7 +68,7 @@ def test_gated_queries_come_apart_per_group(groups_per_rank: int, tp: int, ratio
         parts = [heads[:, :, 0].flatten(1, 2), heads[:, :, 1].flatten(1, 2), *kv]
         return torch.cat(parts, dim=1).flatten(0, 1).chunk(tp)[rank]
 
-    _check(InterleaveQkv(groups * ratio, groups, head_dim, gated=True), [q, k, v], tp, expected)
+    _check(ops.InterleaveQkv(groups * ratio, groups, head_dim, gated=True), [q, k, v], tp, expected)
 
 
 gdn_sizes = {
@@ -91,9 +80,9 @@ gdn_sizes = {
 }
 
 
-def _gdn(keys_per_rank: int, tp: int, ratio: int, key_dim: int, value_dim: int) -> tuple[GdnHeads, int, int]:
+def _gdn(keys_per_rank: int, tp: int, ratio: int, key_dim: int, value_dim: int) -> tuple[ops.GdnHeads, int, int]:
     keys = keys_per_rank * tp
-    return GdnHeads(keys, keys * ratio, key_dim, value_dim), keys * key_dim, keys * ratio * value_dim
+    return ops.GdnHeads(keys, keys * ratio, key_dim, value_dim), keys * key_dim, keys * ratio * value_dim
 
 
 def _per_rank(tensors: list[torch.Tensor], rank: int, tp: int) -> torch.Tensor:
@@ -108,7 +97,7 @@ def test_flat_recurrent_inputs_are_cut_by_head(tp: int, **sizes: int) -> None:
     qkv, z = _numbered(2 * keys + values, 3), _numbered(values, 3)
     b, a = _numbered(heads.value_heads, 3), _numbered(heads.value_heads, 3)
     parts = [*qkv.split([keys, keys, values]), z + 10_000.0, b + 20_000.0, a + 30_000.0]
-    _check(GdnInputFlat(heads), [qkv, z, b, a], tp, lambda rank: _per_rank(parts, rank, tp))
+    _check(ops.GdnInputFlat(heads), [qkv, z, b, a], tp, lambda rank: _per_rank(parts, rank, tp))
 
 
 @settings(max_examples=40, deadline=None)
@@ -121,7 +110,7 @@ def test_grouped_recurrent_inputs_are_cut_by_head(tp: int, **sizes: int) -> None
     q, k, v, z = qkvz.view(heads.key_heads, -1, 3).split([heads.key_dim, heads.key_dim, wide, wide], dim=1)
     b, a = (ba + 10_000.0).view(heads.key_heads, -1, 3).split([heads.ratio, heads.ratio], dim=1)
     parts = [part.flatten(0, 1) for part in (q, k, v, z, b, a)]
-    _check(GdnInputGrouped(heads), [qkvz, ba], tp, lambda rank: _per_rank(parts, rank, tp))
+    _check(ops.GdnInputGrouped(heads), [qkvz, ba], tp, lambda rank: _per_rank(parts, rank, tp))
 
 
 @settings(max_examples=30, deadline=None)
@@ -130,7 +119,7 @@ def test_convolution_channels_are_cut_by_head(tp: int, **sizes: int) -> None:
     heads, keys, values = _gdn(tp=tp, **sizes)
     channels = _numbered(2 * keys + values, 1, 4)
     parts = list(channels.split([keys, keys, values]))
-    _check(GdnConvolution(heads), [channels], tp, lambda rank: _per_rank(parts, rank, tp))
+    _check(ops.GdnConvolution(heads), [channels], tp, lambda rank: _per_rank(parts, rank, tp))
 
 
 @settings(max_examples=30, deadline=None)
@@ -138,23 +127,23 @@ def test_convolution_channels_are_cut_by_head(tp: int, **sizes: int) -> None:
 def test_a_stored_pair_is_cut_like_two_tensors(part: int, tp: int) -> None:
     gate_up = _numbered(2 * part * tp, 3)
     gate, up = gate_up.chunk(2)
-    _check(FuseGateUp(part * tp, fused=True), [gate_up], tp, lambda rank: _per_rank([gate, up], rank, tp))
+    _check(ops.FuseGateUp(part * tp, fused=True), [gate_up], tp, lambda rank: _per_rank([gate, up], rank, tp))
 
 
 def test_sources_of_several_dtypes_meet_in_one_that_holds_both() -> None:
     gate, up = _numbered(4, 3).to(torch.bfloat16), _numbered(4, 3) + 1e-3
-    shard = FuseGateUp(4).to_shard([gate, up], 1, 2, torch.Size([3]))
+    shard = ops.FuseGateUp(4).to_shard([gate, up], 1, 2, torch.Size([3]))
     assert torch.equal(shard, torch.cat([gate[2:].float(), up[2:]]))
 
 
 def test_only_a_whole_tensor_is_passed_on_without_a_copy() -> None:
     norm, weight = _numbered(4), _numbered(4, 2)
-    assert Copy(4).from_shards([norm], [norm.shape], copy=False)[0] is norm
-    assert Copy(4).from_shards([norm], [norm.shape])[0] is not norm
+    assert ops.Copy(4).from_shards([norm], [norm.shape], copy=False)[0] is norm
+    assert ops.Copy(4).from_shards([norm], [norm.shape])[0] is not norm
     halves = list(weight.chunk(2))
-    assert torch.equal(Split(4).from_shards(halves, [weight.shape], copy=False)[0], weight)
+    assert torch.equal(ops.Split(4).from_shards(halves, [weight.shape], copy=False)[0], weight)
     padded = torch.cat([weight, torch.zeros(1, 2)])
-    op = PadVocabulary(4)
+    op = ops.PadVocabulary(4)
     assert torch.equal(op.from_shards([padded[:4]], [weight.shape], copy=False)[0], weight)
 
 
@@ -163,7 +152,7 @@ def test_only_a_whole_tensor_is_passed_on_without_a_copy() -> None:
 def test_gate_and_up_are_fused_per_rank(part: int, tp: int) -> None:
     gate, up = _numbered(part * tp, 3), _numbered(part * tp, 3)
     _check(
-        FuseGateUp(part * tp),
+        ops.FuseGateUp(part * tp),
         [gate, up],
         tp,
         lambda rank: torch.cat([gate.chunk(tp)[rank], (up + 10_000.0).chunk(tp)[rank]]),
@@ -176,24 +165,24 @@ def test_vocabulary_is_padded_with_zero_rows(vocab: int, tp: int) -> None:
     table = _numbered(vocab, 2)
     rows = -(-vocab // tp)
     padded = F.pad(table, (0, 0, 0, rows * tp - vocab))
-    _check(PadVocabulary(vocab), [table], tp, lambda rank: padded[rank * rows : (rank + 1) * rows])
+    _check(ops.PadVocabulary(vocab), [table], tp, lambda rank: padded[rank * rows : (rank + 1) * rows])
 
 
 @settings(max_examples=30, deadline=None)
 @given(part=sizes, tp=sizes, along=st.integers(0, 1))
 def test_split_cuts_either_axis(part: int, tp: int, along: int) -> None:
     weight = _numbered(part * tp, 5) if along == 0 else _numbered(5, part * tp)
-    _check(Split(part * tp, along), [weight], tp, lambda rank: weight.chunk(tp, dim=along)[rank])
+    _check(ops.Split(part * tp, along), [weight], tp, lambda rank: weight.chunk(tp, dim=along)[rank])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_copy_is_whole_on_every_rank(tp: int) -> None:
     norm = _numbered(7)
-    _check(Copy(7), [norm], tp, lambda rank: norm)
+    _check(ops.Copy(7), [norm], tp, lambda rank: norm)
 
 
 def test_padding_never_reaches_the_inverse() -> None:
-    op = PadVocabulary(5)
+    op = ops.PadVocabulary(5)
     shards = [op.to_shard([_numbered(5, 2)], rank, 4, torch.Size([2])) for rank in range(4)]
     shards[2][1:] = float("nan")  # row 5 and all of rank 3 are padding
     shards[3][:] = float("nan")
@@ -204,14 +193,14 @@ def test_padding_never_reaches_the_inverse() -> None:
 @pytest.mark.parametrize(
     "op",
     [
-        Split(5),
-        FuseGateUp(5),
-        InterleaveQkv(10, 5, 2),
-        InterleaveQkv(5, 2, 4),
-        GdnInputFlat(GdnHeads(3, 6, 2, 2)),
-        GdnConvolution(GdnHeads(2, 5, 2, 2)),
+        ops.Split(5),
+        ops.FuseGateUp(5),
+        ops.InterleaveQkv(10, 5, 2),
+        ops.InterleaveQkv(5, 2, 4),
+        ops.GdnInputFlat(ops.GdnHeads(3, 6, 2, 2)),
+        ops.GdnConvolution(ops.GdnHeads(2, 5, 2, 2)),
     ],
 )
-def test_uneven_parts_are_refused(op: Op) -> None:
+def test_uneven_parts_are_refused(op: ops.Op) -> None:
     with pytest.raises(ValueError, match="does not divide"):
         op.pieces(0, 2)

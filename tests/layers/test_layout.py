@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.dense_attention import dense_attention
 
 from megatron_lrl.layers.layout import NEW, BlockShape, TokenLayout
-from megatron_lrl.layers.softmax.reference import dense_attention
 
 
 class Case(NamedTuple):

@@ -18,12 +18,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.dense_attention import dense_attention
 from torch import Tensor
 
 from megatron_lrl.layers.layout import TokenLayout
 from megatron_lrl.layers.sequence import Phase, SequenceState
 from megatron_lrl.layers.softmax.kv import KVLayer
-from megatron_lrl.layers.softmax.reference import dense_attention
 
 H, KV, D = 4, 2, 8
 LAYERS = (1, 2)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import World
+from oracle.dense_attention import dense_attention
 from torch import Tensor
 
 from megatron_lrl.layers.layout import TokenLayout
 from megatron_lrl.layers.softmax.kernels import accumulate_dtype
-from megatron_lrl.layers.softmax.reference import dense_attention
 from megatron_lrl.layers.softmax.segment import Adjoint, Block, segment_attention
 
 DTYPES = {

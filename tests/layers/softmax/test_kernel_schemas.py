@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import dense_attention as reference
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lrl.layers.softmax import kernels, reference, tiled
+from megatron_lrl.layers.softmax import kernels, tiled
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention": (
