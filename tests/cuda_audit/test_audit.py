@@ -54,9 +54,10 @@ ROUTED = ("rollout.record_routing=true", "moe.aux_loss_coef=0.01")
 
 QUICK = [
     Case(ONE, "qwen2", "bfloat16", ALL),
-    Case(World(cp=2), "qwen3_5_moe-vl", "bfloat16", FEW, ROUTED),
+    Case(World(cp=2), "qwen3_5_moe-vl", "bfloat16", ("train",), ROUTED),  # samples, captures, replays, sweeps, saves
 ]
 SLOW = [
+    Case(World(cp=2), "qwen3_5_moe-vl", "float32", FEW, ROUTED),
     Case(ONE, "lastkv-qwen3", "float32", ("score", *FEW)),
     Case(ONE, "glm4_moe-groups", "bfloat16", ("exact", "train"), ("moe.router_bias_update_rate=0.001",)),
     Case(World(tp=2), "qwen3", "bfloat16", FEW),
