@@ -7,12 +7,13 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_lrl import __version__
 from megatron_lrl.config import describe_settings, load_config
 from megatron_lrl.errors import UserError
+from megatron_lrl.preflight import check_conversion, check_inputs
 from megatron_lrl.reading import check_path, printable
 
 _DESCRIPTION = """\
@@ -298,9 +299,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Torch and Megatron-Core are imported only once the command line is known to make sense.
+    # Torch and Megatron-Core are imported only once the command line is known to make sense. Ranks of other machines
+    # may see other files: then all hear of it together, below.
     if options.verb == "plan":
         return _plan(options)
+    if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):
+        _settings(options)
     from megatron_lrl.runtime import Layout, init_distributed, runtime_scope, shutdown_runtime
 
     world = init_distributed()
@@ -309,26 +313,36 @@ def _run(options: argparse.Namespace) -> int:
             layout = Layout(tp=options.tp, pp=options.pp)
             with runtime_scope(layout) as runtime:
                 return _convert(options, runtime)
-        config = world.together(load_config, options.config, options.overrides)
+        config = world.together(_settings, options)
         parallel = config.parallel
         layout = Layout(parallel.tp, parallel.cp, parallel.pp, parallel.ep)
         with runtime_scope(layout, config.train.seed) as runtime:
-            return _VERBS[options.verb](options, config, runtime)
+            return _run_model(options, config, runtime)
     finally:
         shutdown_runtime()
+
+
+def _settings(options: argparse.Namespace) -> Any:
+    """The verb's settings, if it has some; raises `UserError` for what can be seen without reading a model."""
+    if options.verb in ("import", "export"):
+        return check_conversion(options.verb, options.source, options.target)
+    config = load_config(options.config, options.overrides)
+    check_inputs(options.verb, config, vars(options))
+    return config
 
 
 def _plan(options: argparse.Namespace) -> int:
     """One process, whatever the launcher: the ranks of a plan do not exist."""
     if not _speaks():
         return 0
+    config = _settings(options)
     from megatron_lrl.runtime import quiet_libraries
 
     quiet_libraries()
     from megatron_lrl.plan.report import plan
 
     text = plan(
-        load_config(options.config, options.overrides),
+        config,
         world=options.world,
         prompt=options.prompt,
         response=options.response,
@@ -357,44 +371,14 @@ def _convert(options: argparse.Namespace, runtime: Any) -> int:
     return 0
 
 
-def _train(options: argparse.Namespace, config: Any, runtime: Any) -> int:
-    from megatron_lrl.rl.verbs import train
+def _run_model(options: argparse.Namespace, config: Any, runtime: Any) -> int:
+    """A verb whose function takes config, runtime and the files of its command line."""
+    if options.verb == "check":
+        from megatron_lrl.checks.report import check
 
-    train(config, runtime)
+        return 0 if check(config, runtime, options.out) else 1
+    from megatron_lrl.rl import verbs
+
+    files = [getattr(options, name) for name in ("prompts", "trajectories", "out") if hasattr(options, name)]
+    getattr(verbs, options.verb)(config, runtime, *files)
     return 0
-
-
-def _generate(options: argparse.Namespace, config: Any, runtime: Any) -> int:
-    from megatron_lrl.rl.verbs import generate
-
-    generate(config, runtime, options.prompts, options.out)
-    return 0
-
-
-def _score(options: argparse.Namespace, config: Any, runtime: Any) -> int:
-    from megatron_lrl.rl.verbs import score
-
-    score(config, runtime, options.trajectories, options.out)
-    return 0
-
-
-def _grad(options: argparse.Namespace, config: Any, runtime: Any) -> int:
-    from megatron_lrl.rl.verbs import grad
-
-    grad(config, runtime, options.trajectories, options.out)
-    return 0
-
-
-def _check(options: argparse.Namespace, config: Any, runtime: Any) -> int:
-    from megatron_lrl.checks.report import check
-
-    return 0 if check(config, runtime, options.out) else 1
-
-
-_VERBS: dict[str, Callable[[argparse.Namespace, Any, Any], int]] = {
-    "train": _train,
-    "generate": _generate,
-    "score": _score,
-    "grad": _grad,
-    "check": _check,
-}

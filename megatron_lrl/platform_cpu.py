@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 PATCHED_NAMES = (
-    "torch._dynamo.config.disable",
+    "torch.compile",
     "torch.cuda.current_device",
     "torch.cuda.synchronize",
     "torch.cuda.current_stream",
@@ -89,6 +89,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return call
 
 
+def _not_compiled(model: Any = None, **_: Any) -> Any:
+    """`torch.compile`, as a call or a decorator, that leaves functions and modules as they are."""
+    return (lambda function: function) if model is None else model
+
+
 def install() -> None:
     """Make Megatron-Core importable and runnable on the CPU. Safe to call again; a no-op on a CUDA machine."""
     global _installed
@@ -101,15 +106,15 @@ def install() -> None:
 
 
 def _patch_torch() -> None:
-    import torch._dynamo
     from torch.utils._device import _device_constructors
 
     # `with torch.device(...)` recognises factories by identity, from a cache filled at its first use. Fill it with the
     # real ones, or the context would no longer reach them (transformers builds models under the meta device).
     _device_constructors()
 
-    # The jit fuser is torch.compile, bound at import: it would compile C++ on the first step.
-    torch._dynamo.config.disable = True
+    # The jit fuser is torch.compile, bound at import: it would compile C++ on the first step, and its machinery takes
+    # two seconds to import.
+    torch.compile = _not_compiled
     cpu = torch.device("cpu")
     stream = _CpuStream()
     cuda: Any = torch.cuda

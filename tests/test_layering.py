@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_lrl"
 LONGEST = 400
 
-LEAVES = {"errors", "reading", "settings", "config", "runtime", "platform_cpu", "tracking"}
+LEAVES = {"errors", "reading", "settings", "config", "preflight", "runtime", "platform_cpu", "tracking"}
 RUN = {"layers", "models", "checkpoint", "lifetimes"}
 
 # Room -> the rooms it may import, besides itself and the leaves.

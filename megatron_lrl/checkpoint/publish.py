@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from megatron_lrl.errors import UserError, writing
+from megatron_lrl.preflight import require_new
 
 # What belongs to a model beside its weights: settings, tokenizer, chat template, generation defaults,
 # licence, notes. Code and weights in other formats (pickles among them) stay behind.
@@ -26,10 +27,7 @@ def prepare(target: str | Path) -> Path:
     empty directory, or the place is not writable.
     """
     target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(
-            f"{target}: exists and is not an empty directory; nothing was overwritten, choose another"
-        )
+    require_new(target)
     partial = incomplete_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,11 @@ from megatron_lrl.checks.positions import PositionMismatch, boundary_prompts, sa
 from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradients, snapshot
 from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
 from megatron_lrl.passes.lockstep import check_lockstep
+from megatron_lrl.preflight import check_target
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.finite import reduce_finite
 from megatron_lrl.rl.loss import summarise
-from megatron_lrl.rl.verbs import check_target, load_prompts
+from megatron_lrl.rl.verbs import load_prompts
 from megatron_lrl.rollout.text import Text, hf_folder
 from megatron_lrl.rollout.types import Group, Prompt
 from megatron_lrl.runtime import Runtime

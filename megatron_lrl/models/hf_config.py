@@ -31,6 +31,7 @@ from megatron_lrl.models.hf_fields import (
     refuse_sliding_window,
     refuse_unsupported,
 )
+from megatron_lrl.preflight import require_model
 from megatron_lrl.reading import read_object
 
 __all__ = [
@@ -55,12 +56,8 @@ def read_architecture(hf_dir: str | Path) -> Architecture:
         UserError: no such directory or file, malformed JSON, unsupported family, or a field that is missing,
             ill-typed, or changes the computation in a way that is not implemented.
     """
-    directory = Path(hf_dir)
-    path = directory / "config.json"
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; expected a Hugging Face model directory")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; a Hugging Face model directory holds a config.json")
+    require_model(hf_dir)
+    path = Path(hf_dir) / "config.json"
     return architecture_from_dict(read_object(path), source=str(path))
 
 

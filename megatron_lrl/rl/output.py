@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_lrl.checkpoint.training import CHECKPOINTS
 from megatron_lrl.config import differing_settings
 from megatron_lrl.errors import UserError
+from megatron_lrl.preflight import require_writable
 from megatron_lrl.reading import read_object
 from megatron_lrl.rollout.journal import JOURNAL
 from megatron_lrl.settings import Config
@@ -73,21 +74,6 @@ def claim_output(output: Path, config: Config, write: bool) -> None:
     except OSError as error:
         where = error.filename or output
         raise UserError(f"train.output = {output}: cannot write {where}: {error.strerror}") from error
-
-
-def require_writable(folder: Path, name: str) -> None:
-    """Raise `UserError`, which begins with ``name``, unless files can be made in ``folder`` or where it would
-    be created."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        raise UserError(f"{name}: {existing} is not a folder")
-    # The name is the process's own: several may look at once.
-    probe = existing / f".{os.getpid()}.probe"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{name}: cannot write in {existing}: {error.strerror}") from error
 
 
 def _has_results(output: Path) -> bool:

@@ -27,6 +27,7 @@ from megatron_lrl.lifetimes.run import open_run, read_model_architecture
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.passes.schedule import phase
 from megatron_lrl.plan.report import against_measured, plan_of_run
+from megatron_lrl.preflight import check_target
 from megatron_lrl.rl.accumulate import (
     WindowPlan,
     accumulate,
@@ -38,7 +39,7 @@ from megatron_lrl.rl.accumulate import (
 from megatron_lrl.rl.finite import reduce_finite, require_finite
 from megatron_lrl.rl.lm import LmTrainer
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
-from megatron_lrl.rl.output import check_output, claim_output, require_writable
+from megatron_lrl.rl.output import check_output, claim_output
 from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rollout.builtin import Rollout
@@ -309,23 +310,6 @@ def _unrewarded(reward: Reward, prompts: Sequence[Prompt]) -> dict[str, UserErro
             except UserError as error:
                 errors[prompt.id] = error
     return errors
-
-
-def check_target(out: str | Path, check: bool = True, source: str | Path | None = None) -> None:
-    """Raise `UserError` unless ``out`` can be created or replaced and is not the file ``source`` that is read.
-
-    Only the rank with ``check`` looks: it is the one that writes.
-    """
-    if not check:
-        return
-    path = Path(out)
-    if path.is_dir():
-        raise UserError(f"--out {path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise UserError(f"--out {path}: the folder {path.parent} does not exist")
-    if source is not None and path.resolve() == Path(source).resolve():
-        raise UserError(f"--out {path} is the file that is read; give another name")
-    require_writable(path.parent, f"--out {path}")
 
 
 def _shared(items: Sequence[Any], runtime: Runtime, what: str) -> Iterator[Any]:
