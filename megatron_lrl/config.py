@@ -127,6 +127,7 @@ _MAY_CHANGE = (
     "train.log_samples",
     "train.window_attempts",
     "train.on_nonfinite",
+    "train.changed_inputs",
     "lm.held_out",
     "lm.eval_every",
 )

@@ -23,8 +23,9 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_lrl.errors import UserError
 
@@ -75,6 +76,9 @@ def failures_of(place: str | Path, doing: str) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
+        # torch's distributed checkpoints: what each rank failed with, (exception, traceback)
+        for cause, *_ in getattr(error, "failures", {}).values():
+            raise UserError(f"{place}: {doing}: {reason_of(cause)}") from error
         raise UserError(f"{place}: {doing}: {reason_of(error)}") from error
 
 
@@ -120,7 +124,7 @@ def check_path(path: str | Path, what: str) -> None:
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[BinaryIO]:
+def opened(path: str | Path) -> Iterator[BufferedReader]:
     """A regular file, open for reading bytes.
 
     Raises `UserError` for what is no regular file (a FIFO would wait for ever), and for what the system refuses in the

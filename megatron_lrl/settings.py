@@ -274,6 +274,11 @@ class TrainTable(Table):
         None, "folder of the run: checkpoints, TensorBoard, metrics.jsonl", min_length=1
     )
     overwrite: bool = _key(False, "start anew and replace the run that output holds, instead of resuming it")
+    changed_inputs: Literal["refuse", "accept"] = _key(
+        "refuse",
+        "what a resume does when data.prompts, lm.data or the files of model.hf or model.checkpoint have other content "
+        "than the run began with: name them and stop, or go on with what is there",
+    )
     seed: int = _key(0, "seed of everything but the sampler", ge=0)
     log_samples: int = _key(2, "sampled responses logged as text per update", ge=0)
     window_attempts: int = _key(

@@ -65,17 +65,18 @@ def write_completion(directory: Path, runtime: Runtime) -> None:
     runtime.together(write)
 
 
-def check_completion(directory: Path, runtime: Runtime | None = None) -> None:
+def check_completion(directory: Path, runtime: Runtime | None = None, whole: bool = False) -> None:
     """Compare a directory with its completion file.
 
     With a `runtime` every file is read once, by one of the ranks, and the call is collective. Without one it
-    is quick: sizes of all files, content of those up to `SMALL_FILE` bytes.
+    is quick, unless it is to read the `whole`: sizes of all files, content of those up to `SMALL_FILE` bytes.
 
     Raises:
         UserError: naming the first file that is missing, of another size or of other content.
     """
     if runtime is None:
-        _check(directory, _read_files(directory), None)
+        files = _read_files(directory)
+        _check(directory, files, set(files) if whole else None)
         return
     files = runtime.together(_read_files, directory)
     runtime.together(_check, directory, files, set(_share(sorted(files), runtime)))

@@ -6,7 +6,7 @@ them. The first replica takes part in every gather, the others of the first `ep`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from megatron_lrl.checkpoint.table import (
     holds_packed_experts,
     stored_shapes,
 )
+from megatron_lrl.checkpoint.weights import require_finite
 from megatron_lrl.errors import UserError, writing
 from megatron_lrl.models.build import check_layout
 from megatron_lrl.models.hf_config import Architecture, describe_rope
@@ -174,7 +175,7 @@ def _write(
                 if arch.tied and any(record.name == HF_HEAD for record in layout.tensors):
                     given = _with_tied_head(given, embedding_name(arch))
                 with writing(partial), stored_tensors(carried_from, layout, arch) as carried:
-                    write_directory(partial, layout, chain(carried, given))
+                    write_directory(partial, layout, chain(carried, _finite(given, carried_from.parent)))
                     publish.carry_files(carried_from, partial)
         finally:
             for _ in tensors:  # every rank takes part to the end, whatever happened to the files
@@ -184,6 +185,13 @@ def _write(
 
     runtime.together(write)
     runtime.together(lambda: publish.publish(hf_dir) if runtime.is_main else None)
+
+
+def _finite(parts: Iterable[Part], ckpt_dir: Path) -> Iterator[Part]:
+    """The same parts; raises `UserError` naming the first tensor with a value that is NaN or infinite."""
+    for part in parts:
+        require_finite(part[1], part[0], ckpt_dir)
+        yield part
 
 
 def write_hf_file(

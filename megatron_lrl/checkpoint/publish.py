@@ -54,10 +54,29 @@ def discard(target: str | Path) -> None:
 def carry_files(source: Path, target: Path) -> list[str]:
     """Copy the files that travel with a model (not its weights); returns their names, sorted."""
     target.mkdir(parents=True, exist_ok=True)
-    carried = [path for path in sorted(source.iterdir()) if path.is_file() and _is_carried(path)]
+    carried = carried_files(source)
     for path in carried:
         shutil.copyfile(path, target / path.name)
     return [path.name for path in carried]
+
+
+def carried_files(source: Path) -> list[Path]:
+    """The files of a model's directory that travel with it: regular ones, inside it.
+
+    A link may lead to another place of the directory, or into the blobs of a Hugging Face cache (MODEL/blobs beside
+    MODEL/snapshots/REVISION). Raises `UserError` for one that leads elsewhere: what it names would be published.
+    """
+    found = [path for path in sorted(source.iterdir()) if path.is_file() and _is_carried(path)]
+    home = source.resolve()
+    cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    for path in found:
+        place = path.resolve()
+        if not place.is_relative_to(home) and place.parent != cache:
+            raise UserError(
+                f"{path}: a link to {place}, outside the model's directory, would be copied into checkpoints; put the "
+                "file itself there, or remove the link"
+            )
+    return found
 
 
 def _is_carried(path: Path) -> bool:

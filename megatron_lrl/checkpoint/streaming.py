@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,13 @@ from torch.futures import Future
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.checkpoint.binding import unwrap
-from megatron_lrl.checkpoint.weights import UNREADABLE, weights_state_dict
+from megatron_lrl.checkpoint.unpickling import UNREADABLE, reading_checkpoint
+from megatron_lrl.checkpoint.weights import FAILURES, weights_state_dict
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.build import PolicyModel, build_model
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.models.meta import META, OnMeta
+from megatron_lrl.reading import failures_of
 from megatron_lrl.runtime import Runtime
 
 platform_cpu.install()
@@ -81,7 +82,7 @@ def save_streamed(model: torch.nn.Module, directory: Path, runtime: Runtime, val
             str(directory),
             sharded_strategy=_Strategy(_Views(model, values)),
         )
-    except UNREADABLE as error:
+    except FAILURES as error:
         raise UserError(_first_message(error, directory)) from error
 
 
@@ -194,12 +195,10 @@ class StreamedWeights:
             apply_factories(held)
             if name in names:
                 self._shards[id(names[name])] = list(nested_values(held))
-        try:
+        with reading_checkpoint(ckpt_dir):
             self._reader = FileSystemReader(ckpt_dir)
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, False)
-        except (*UNREADABLE, pickle.UnpicklingError) as error:
-            raise self._unreadable(error) from error
         self._chunks = {
             key: {(tuple(chunk.offsets), tuple(chunk.sizes)): i for i, chunk in enumerate(found.chunks)}
             for key, found in self._metadata.state_dict_metadata.items()
@@ -259,15 +258,9 @@ class StreamedWeights:
             views.append(view)
             covered += math.prod(lengths)
         for item, view in zip(items, views, strict=True):
-            try:
+            with failures_of(self._directory, UNREADABLE):
                 self._reader.read_data(LoadPlan([item]), _Target(view))
-            except UNREADABLE as error:
-                raise self._unreadable(error) from error
         return covered
-
-    def _unreadable(self, error: BaseException) -> UserError:
-        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        return UserError(f"{self._directory}: cannot be read as a distributed checkpoint: {reason[0]}")
 
 
 class _Target(dcp.DefaultLoadPlanner):

@@ -48,16 +48,15 @@ from megatron_lrl.checkpoint.optimizer_state import (
     prime,
 )
 from megatron_lrl.checkpoint.rng_state import pack_rng, unpack_rng
-from megatron_lrl.checkpoint.weights import weights_state_dict
+from megatron_lrl.checkpoint.weights import FAILURES, weights_state_dict
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import Architecture, read_architecture
+from megatron_lrl.reading import failures_of
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
 
 from megatron.core import dist_checkpointing  # isort: skip  # after weights, which installs the CPU platform
-from megatron.core.dist_checkpointing.core import CheckpointingException  # isort: skip
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
-from torch.distributed.checkpoint.api import CheckpointException  # isort: skip
 
 TRAINING_FILE = "training.json"
 FORMAT_VERSION = 1
@@ -66,9 +65,6 @@ _NAME = re.compile(r"update-(\d{6,})")
 _OURS = {TRAINING_FILE, COMPLETION_FILE, MANIFEST_FILE}
 _ERRNO = re.compile(r"\[Errno \d+\] ([^:]+)")
 _WHAT = "a training checkpoint, written by `train`"
-
-# torch's CheckpointException derives from BaseException; it is raised on all ranks if any failed
-_FAILURES = (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError)
 
 
 class TrainableRun(Protocol):
@@ -142,13 +138,18 @@ def save_training(
     runtime.barrier()
 
 
-def load_training(run: TrainableRun, directory: str | Path) -> dict[str, Any]:
+def read_progress(directory: str | Path) -> dict[str, Any]:
+    """The `progress` that a checkpoint was saved with, from its small files. Raises `UserError`."""
+    return dict(_read_training(Path(directory))["progress"])
+
+
+def load_training(run: TrainableRun, directory: str | Path, checked: bool = False) -> dict[str, Any]:
     """Resume a run from a training checkpoint of any layout; collective. Returns the saved `progress`.
 
     Weights, master weights, moments, step counts and the model version are those of the saved run; the
     learning rate follows from the step count and this run's settings. Random states are restored in the
     layout they were saved in; in another one the ranks keep theirs. The model version moves on, so that no
-    prefix captured before the load passes for current.
+    prefix captured before the load passes for current. ``checked``: `latest_training` has just read all of it.
 
     Raises:
         UserError: naming the file that is missing or damaged, or saying what differs: another model, another
@@ -158,7 +159,8 @@ def load_training(run: TrainableRun, directory: str | Path) -> dict[str, Any]:
     directory, runtime = Path(directory), run.runtime
     _check_run(run)
     training = runtime.together(_read_training, directory)
-    check_completion(directory, runtime)
+    if not checked:
+        check_completion(directory, runtime)
     manifest = runtime.together(read_manifest, directory)
     runtime.together(check_same_model, run.arch, manifest, directory)
     if training["dtype"] != run.config.model.dtype:
@@ -177,32 +179,42 @@ def load_training(run: TrainableRun, directory: str | Path) -> dict[str, Any]:
 def latest_training(output_dir: str | Path, runtime: Runtime | None = None) -> Path | None:
     """The newest complete checkpoint of an output folder, None if there is none.
 
-    Checkpoints that were interrupted or damaged are skipped, and named in a printed line each. Only small
-    files are read; `load_training` reads all. With a `runtime` the call is collective: rank 0 looks, all
-    get its answer.
+    Checkpoints that were interrupted or damaged are skipped, and named in a printed line each: every file of a
+    candidate is read. With a `runtime` the call is collective and the ranks share that work; rank 0 lists the
+    candidates.
     """
     if runtime is None:
-        return _latest(Path(output_dir))
-    found = runtime.together(lambda: _latest(Path(output_dir)) if runtime.is_main else None)
-    return runtime.gather_objects(found)[0]
+        return next((path for path in _candidates(Path(output_dir)) if _usable(path, None)), None)
+    listed = runtime.together(lambda: _candidates(Path(output_dir)) if runtime.is_main else [])
+    candidates = runtime.gather_objects(listed)[0]
+    return next((path for path in candidates if _usable(path, runtime)), None)
 
 
-def _latest(output_dir: Path) -> Path | None:
+def _candidates(output_dir: Path) -> list[Path]:
+    """Checkpoints that may be complete, newest first; interrupted ones are named."""
     folder = output_dir / CHECKPOINTS
     if not folder.is_dir():
-        return None
+        return []
     for path in sorted(folder.glob(".update-*.incomplete")):
         print(f"skipped {path}: writing it was interrupted", flush=True)
-    for path in reversed(_checkpoints(folder)):
-        try:
-            _read_training(path)
-            read_manifest(path)
-            check_completion(path)
-        except UserError as error:
+    return _checkpoints(folder)[::-1]
+
+
+def _usable(path: Path, runtime: Runtime | None) -> bool:
+    """Whether every file of a checkpoint is as it was written; collective with a `runtime`."""
+
+    def read() -> None:
+        _read_training(path)
+        read_manifest(path)
+
+    try:
+        read() if runtime is None else runtime.together(read)
+        check_completion(path, runtime, whole=True)
+    except UserError as error:
+        if runtime is None or runtime.is_main:
             print(f"skipped {path}: {error}", flush=True)
-        else:
-            return path
-    return None
+        return False
+    return True
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -284,15 +296,12 @@ def _worker_errors() -> Iterator[None]:
 
 def _read_shards(run: TrainableRun, directory: Path, training: Mapping[str, Any]) -> None:
     layout = {**asdict(run.runtime.layout), "world": run.runtime.world_size}
-    try:
+    with failures_of(directory, "its optimizer state cannot be read"):
         load_optimizer_state(run.model, run.optimizer, directory, training["optimizer_step"])
         if layout == training["layout"]:
             empty = _rng_tensor(b"", training["rng_bytes"], run.runtime)
             packed = dist_checkpointing.load({"rng": empty}, str(directory))["rng"]
             unpack_rng(bytes(packed.numpy().tobytes()).rstrip(b"\0"), run.runtime)
-    except (*_FAILURES, ValueError) as error:
-        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise UserError(f"{directory}: its optimizer state cannot be read: {reason[0]}") from error
 
 
 def _rng_tensor(content: bytes, size: int, runtime: Runtime) -> Any:
@@ -326,7 +335,7 @@ def _writing(action: Callable[[], Any], place: Path) -> Callable[[], None]:
     def call() -> None:
         try:
             action()
-        except _FAILURES as error:
+        except FAILURES as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             if system := _ERRNO.search(reason):  # whatever the libraries wrap around it
                 reason = system[1]

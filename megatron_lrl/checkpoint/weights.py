@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.checkpoint.binding import unwrap
+from megatron_lrl.checkpoint.unpickling import reading_checkpoint
 from megatron_lrl.errors import UserError
 from megatron_lrl.runtime import Runtime
 
@@ -22,7 +24,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 # torch's own derives from BaseException; it gathers what went wrong on any rank and is raised on all
-UNREADABLE = (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError)
+FAILURES = (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError)
 
 
 def weights_state_dict(model: torch.nn.Module) -> dict[str, Any]:
@@ -55,13 +57,9 @@ def load_weights(
 
     def read() -> None:
         state = {key: value for key, value in weights_state_dict(model).items() if not skip(key)}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch's, about its own argument order
-                loaded = dist_checkpointing.load({"model": state}, str(ckpt_dir))
-        except UNREADABLE as error:
-            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            raise UserError(f"{ckpt_dir}: cannot be read as a distributed checkpoint: {reason[0]}") from error
+        with reading_checkpoint(ckpt_dir), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, about its own argument order
+            loaded = dist_checkpointing.load({"model": state}, str(ckpt_dir))
         for key, value in loaded["model"].items():
             require_finite(value, key, ckpt_dir)
         result = unwrap(model).load_state_dict(loaded["model"], strict=False)
@@ -76,7 +74,13 @@ def load_weights(
     runtime.together(read)
 
 
+@torch.no_grad()
+def all_finite(x: torch.Tensor) -> bool:
+    """Whether every element is finite, in one pass without a temporary: NaN and infinity reach the extremes."""
+    return not x.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(x))
+
+
 def require_finite(values: Any, name: str, ckpt_dir: str | Path) -> None:
     """Raise `UserError` naming the tensor if a checkpoint's values are not all finite."""
-    if isinstance(values, torch.Tensor) and values.is_floating_point() and not torch.isfinite(values).all():
+    if isinstance(values, torch.Tensor) and values.is_floating_point() and not all_finite(values):
         raise UserError(f"{ckpt_dir}: tensor {name} holds values that are NaN or infinite")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 
 from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, load_hf_weights
 from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
+from megatron_lrl.checkpoint.weights import all_finite
 from megatron_lrl.errors import UserError
 from megatron_lrl.experts.balance import update_router_bias
 from megatron_lrl.experts.recorded import RoutingTotals, check_routing, routing_policy
@@ -123,7 +123,12 @@ class Run:
 
     def gradients_finite(self) -> bool:
         """Whether every element of this rank's gradient buffers is finite."""
-        return all(_finite(buffer.grad_data) for buffer in gradient_buffers(self.model))
+        return all(all_finite(buffer.grad_data) for buffer in gradient_buffers(self.model))
+
+    def parameters_finite(self) -> bool:
+        """Whether every element of this rank's parameters and weight buffers is finite."""
+        core = self.core(self.model)
+        return all(all_finite(x) for x in (*core.parameters(), *core.buffers()) if x.is_floating_point())
 
     def step(self) -> StepResult:
         """Optimizer step with the accumulated gradient; the model version moves."""
@@ -149,11 +154,6 @@ class Run:
             parts["optimizer"] += [p for group in self.optimizer.param_groups for p in group["params"]]
         self.ledger.parts = bytes_by_part(parts)
         self.ledger.run = sum(self.ledger.parts.values())
-
-
-def _finite(x: torch.Tensor) -> bool:
-    """One pass without a temporary: NaN and infinity reach the smallest or the largest element."""
-    return not x.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(x))
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ branch counted once) -> CLOSED (stepped or abandoned; every prefix captured in i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
+from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.contributions import BranchKey, Contributions
 from megatron_lrl.lifetimes.documents import Documents
 from megatron_lrl.lifetimes.group import PromptGroup
@@ -158,13 +160,23 @@ class UpdateWindow:
     def step(self) -> StepResult:
         """One optimizer step with the reduced gradient; bumps the model version and closes the window.
 
-        Raises FloatingPointError on all ranks, before any parameter changes, if a gradient is not finite.
+        Raises on all ranks alike: FloatingPointError, before any parameter changes, if a gradient is not finite;
+        `UserError` if the parameters are not finite afterwards.
         """
         self._require(WindowPhase.REPLAYED)
         if not self.gradient_finite():
             raise FloatingPointError("the window's gradient is not finite; no parameter was changed")
         result = self.run.step()
         self.close()
+        finite = math.isfinite(result.grad_norm) and self.run.parameters_finite()
+        everywhere = torch.tensor(float(finite), device=self.run.runtime.device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        if not bool(everywhere):
+            raise UserError(
+                f"the step overflowed: its parameters are not finite (optimizer.lr = {result.lr:g}, gradient norm "
+                f"{result.grad_norm:g}, model.dtype = {self.run.config.model.dtype}); they are not saved, and the "
+                "checkpoints from before it are untouched"
+            )
         return result
 
     def drop_prefixes(self) -> None:

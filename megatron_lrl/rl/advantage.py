@@ -6,6 +6,8 @@ of rewards before they are compared.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from megatron_lrl.errors import UserError
 from megatron_lrl.rollout.types import Group, Response
 
 GRPO_EPSILON = 1e-6
+LARGEST = 1e30  # of an advantage: the loss is float32
 
 
 def advantages(reward_G: Tensor, kind: str) -> Tensor:
@@ -34,12 +37,16 @@ def advantages(reward_G: Tensor, kind: str) -> Tensor:
     if bool((reward_G == reward_G[0]).all()):
         # The rounding of the mean must not become an advantage: grpo would divide it by 1e-6.
         return torch.zeros_like(reward_G)
+    largest = float(reward_G.abs().max())
+    # A power of two, so that scaling rounds nothing: squares of rewards above 1e154 overflow, sums above 1e308.
+    scale = 2.0 ** (math.frexp(largest)[1] + 1) if largest > 1e100 else 1.0
+    reward_G = reward_G / scale
     centred_G = reward_G - reward_G.mean()
     if kind == "grpo":
-        return centred_G / (reward_G.std(correction=0) + GRPO_EPSILON)
+        return centred_G / (reward_G.std(correction=0) + GRPO_EPSILON / scale)
     if kind == "rloo":
-        return centred_G * (count / (count - 1))
-    return centred_G
+        return centred_G * (count / (count - 1)) * scale
+    return centred_G * scale
 
 
 def group_advantages(group: Group, kind: str) -> list[Tensor]:
@@ -68,6 +75,11 @@ def group_advantages(group: Group, kind: str) -> list[Tensor]:
         advantage_G = advantages(torch.tensor(rewards, dtype=torch.float64), kind)
     except UserError as error:
         raise UserError(f"group {group.id!r}: {error}") from None
+    if not bool((advantage_G.abs() < LARGEST).all()):
+        raise UserError(
+            f'group {group.id!r}: loss.advantage = "{kind}" gives an advantage of '
+            f'{float(advantage_G.abs().max()):g}; valid: up to {LARGEST:g}; scale the rewards, or use "grpo"'
+        )
     return [
         _per_token(response, advantage)
         for response, advantage in zip(group.responses, advantage_G, strict=True)

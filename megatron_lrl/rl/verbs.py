@@ -17,7 +17,14 @@ import torch
 from tqdm import tqdm
 
 from megatron_lrl.checkpoint.hf_export import write_hf_file
-from megatron_lrl.checkpoint.training import latest_training, load_training, save_training, training_path
+from megatron_lrl.checkpoint.publish import carried_files
+from megatron_lrl.checkpoint.training import (
+    latest_training,
+    load_training,
+    read_progress,
+    save_training,
+    training_path,
+)
 from megatron_lrl.config import check_train, differing_settings
 from megatron_lrl.errors import UserError
 from megatron_lrl.experts.recorded import expert_layers
@@ -37,6 +44,7 @@ from megatron_lrl.rl.accumulate import (
     score_group,
 )
 from megatron_lrl.rl.finite import reduce_finite, require_finite
+from megatron_lrl.rl.inputs import check_inputs, fingerprints
 from megatron_lrl.rl.lm import LmTrainer
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.output import check_output, claim_output
@@ -100,6 +108,7 @@ def _material(config: Config) -> tuple[Corpus, Corpus | None] | tuple[list[Promp
     """What a run trains on, read and checked against the model; next-token training has held-out documents too."""
     check_train(config)
     arch = read_model_architecture(config)
+    carried_files(hf_folder(config))  # what its checkpoints will carry, seen before the first update
     text = Text(hf_folder(config))
     if config.train.objective == "lm":
         read = partial(load_corpus, config.lm, text.tokenizer, arch.vocab_size, arch.max_positions)
@@ -124,14 +133,21 @@ def train(config: Config, runtime: Runtime) -> None:
     output = Path(config.train.output)
     runtime.together(check_output, output, config, runtime.is_main)
     newest = None if config.train.overwrite else latest_training(output, runtime)
+    inputs = runtime.gather_objects(
+        runtime.together(lambda: fingerprints(config) if runtime.is_main else {})
+    )[0]
+    changed: list[str] = []
+    if newest is not None:
+        progress = runtime.together(read_progress, newest)
+        runtime.together(_check_progress, progress, config, newest)
+        changed = runtime.together(check_inputs, progress.get("inputs"), inputs, config, newest)
     with open_run(config, runtime, optimizer=True) as run, _interruptible() as interrupt:
         first = 0
         if newest is not None:
-            progress = load_training(run, newest)
-            runtime.together(_check_progress, progress, config, newest)
+            progress = load_training(run, newest, checked=True)
             first = int(progress["update"])
         runtime.together(claim_output, output, config, runtime.is_main)
-        journal = Journal(output, config)
+        journal = Journal(output, config, inputs)
         retry = Retry(run, config.train.window_attempts, connections, lambda: interrupt.asked)
         trainer: Trainer | LmTrainer
         prompts: list[Prompt] = []
@@ -147,6 +163,8 @@ def train(config: Config, runtime: Runtime) -> None:
         with show as tracker, closing(trainer):
             if newest is not None:
                 tracker.note(f"resumed {newest} at update {first}")
+            if changed:
+                tracker.note(f"goes on with other content of {', '.join(changed)}")
             planned = None
             if runtime.is_main and prompts:
                 try:
@@ -167,7 +185,7 @@ def train(config: Config, runtime: Runtime) -> None:
                 stop = any(runtime.gather_objects(interrupt.asked))
                 every = config.train.save_every
                 if stop or done == config.train.updates or (every and done % every == 0):
-                    save_training(run, training_path(output, done), _progress(config, done))
+                    save_training(run, training_path(output, done), _progress(config, done, inputs))
                     if (
                         runtime.is_main
                     ):  # the checkpoint before this one stays too, should this one get damaged
@@ -180,8 +198,8 @@ def train(config: Config, runtime: Runtime) -> None:
                 tracker.note(f"checkpoint {training_path(output, saved)}")
 
 
-def _progress(config: Config, done: int) -> dict[str, Any]:
-    return {"update": done, "config": config.model_dump(mode="json")}
+def _progress(config: Config, done: int, inputs: dict[str, str]) -> dict[str, Any]:
+    return {"update": done, "config": config.model_dump(mode="json"), "inputs": inputs}
 
 
 def _check_progress(progress: dict[str, Any], config: Config, path: Path) -> None:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,9 @@ class Recorded:
 class Journal:
     """Recorded rollouts of a run's output folder. One rank reads and writes."""
 
-    def __init__(self, output: Path, config: Config) -> None:
-        self.folder, self.config = output / JOURNAL, config
+    def __init__(self, output: Path, config: Config, inputs: Mapping[str, str] | None = None) -> None:
+        """``inputs``: fingerprints of what the run reads; rollouts recorded with others are sampled again."""
+        self.folder, self.config, self.inputs = output / JOURNAL, config, dict(inputs or {})
 
     def path(self, update: int) -> Path:
         return self.folder / f"update-{update:06d}.jsonl"
@@ -58,6 +59,7 @@ class Journal:
             "journal": _FORMAT,
             "update": update,
             "config": self.config.model_dump(mode="json"),
+            "inputs": self.inputs,
             "entropy": recorded.entropy,
             "groups": len(recorded.groups),
         }
@@ -128,6 +130,11 @@ class Journal:
         # The length of the run shapes the learning rate's decay, and with it the policy that sampled.
         if header["config"]["train"]["updates"] != self.config.train.updates:
             differing.append("train.updates")
+        if (before := header.get("inputs")) and before != self.inputs:
+            names = [
+                name for name in sorted(before | self.inputs) if before.get(name) != self.inputs.get(name)
+            ]
+            raise ValueError(f"recorded with other content of {', '.join(names[:4])}")
         if differing:
             raise ValueError(f"recorded under other settings ({', '.join(differing)})")
         return Recorded(tuple(_group(record) for record in records), header["entropy"])
