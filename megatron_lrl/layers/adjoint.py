@@ -4,8 +4,6 @@ Because a prefix is shared, one pass over it serves all branches: replays add to
 are taken in reverse, each recomputed under autograd from the state before it, and ``sum <state of the chunk, its
 adjoint>`` is backpropagated, which adds to the adjoints of earlier chunks and to the parameters' gradients. The rounds
 of a response that crosses LastKV boundaries are swept by the same code.
-
-Legend: m slots of an advance on this rank, h KV heads, d head dim.
 """
 
 from __future__ import annotations
@@ -37,39 +35,21 @@ class _AddAdjoint(torch.autograd.Function):
 
 
 def add_adjoint(output: Tensor, again: SequenceState, state: SequenceState, number: int) -> Tensor:
-    """``output``, with the recomputed keys, values and recurrent states of an advance attached to their adjoints.
+    """``output``, with what an advance made anew of each layer's state attached to its adjoint.
 
     ``again``: `state.before(number)` after it was advanced under autograd by the same tokens. Every rank attaches all
     its slots, padding included (with zero gradient), so that all ranks meet in the backward's collectives.
     """
     tensors: list[Tensor] = []
-    places: list[tuple[int, tuple[Tensor, Tensor]]] = []
+    places: list[tuple[int, list[Tensor]]] = []
     for key, layer in again.layers():
         if layer.newest is not None:
             tensors += layer.newest
             # Only shapes and dtypes travel to the backward: no bytes and no graph.
-            k_mhd, v_mhd = (torch.empty_like(x, device="meta") for x in layer.newest)
-            places.append((key, (k_mhd, v_mhd)))
-    recurrent: list[tuple[int, list[Tensor]]] = []
-    for key, behind in again.recurrent_layers():
-        if behind.now is not None and behind.now.state_bhkv.requires_grad:
-            tensors += behind.now
-            recurrent.append((key, [torch.empty_like(x, device="meta") for x in behind.now]))
+            places.append((key, [torch.empty_like(x, device="meta") for x in layer.newest]))
     device = output.device
 
     def read() -> list[Tensor]:
-        gradients: list[Tensor] = []
-        for key, like in places:
-            k_mhd, v_mhd = (torch.zeros(x.shape, dtype=x.dtype, device=device) for x in like)
-            rounds = state.layer(key).rounds
-            assert rounds is not None
-            for entry in rounds[number]:
-                entry.adjoint_rows(k_mhd, v_mhd)
-            gradients += [k_mhd, v_mhd]
-        for key, shapes in recurrent:
-            zeros = [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in shapes]
-            adjoint = state.recurrent(key).take_adjoint(number + 1) or zeros
-            gradients += [x.to(like.dtype) for x, like in zip(adjoint, shapes, strict=True)]
-        return gradients
+        return [x for key, like in places for x in state.layer(key).take_adjoint(number, like, device)]
 
     return _AddAdjoint.apply(output, read, *tensors)

@@ -42,24 +42,6 @@ class AdvanceContext(PackedSeqParams):
         self.routing = routing
         self.positions_m = layout.positions(device)
 
-    def attend(
-        self,
-        layer_number: int,
-        q_mHd: Tensor,
-        k_mhd: Tensor,
-        v_mhd: Tensor,
-        scale: float,
-        gate_h: Tensor | None = None,
-    ) -> Tensor:
-        """Called by `SegmentCoreAttention`: the layer's state attends and grows."""
-        return self.state.attend(
-            layer_number, q_mHd, k_mhd, v_mhd, self.layout, scale, self.kv_cp_group, gate_h
-        )
-
-    def append(self, layer_number: int, k_mhd: Tensor, v_mhd: Tensor) -> None:
-        """Called by `PolicyLayer` where the attention's output feeds nothing: the layer's state grows."""
-        self.state.append(layer_number, k_mhd, v_mhd, self.layout)
-
 
 def token_layout(model: Any, state: SequenceState, lengths: Sequence[int]) -> TokenLayout:
     """How ``lengths`` new tokens per branch lie on this rank, from the state's positions on."""

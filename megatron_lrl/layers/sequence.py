@@ -5,17 +5,17 @@ Lifecycle: OPEN (grows by `advance`) -> FROZEN (read by forks only) -> CLOSED (f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, Self
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from megatron_lrl.layers.gdn.state import RecurrentLayer, Snapshot, Source
+from megatron_lrl.layers.kind import Growth, LayerState
 from megatron_lrl.layers.layout import TokenLayout
-from megatron_lrl.layers.softmax.kv import KVLayer
-from megatron_lrl.layers.softmax.pages import PageSlice, poison
+
+L = TypeVar("L", bound=LayerState)
 
 
 class Phase(Enum):
@@ -29,9 +29,9 @@ class Phase(Enum):
 class SequenceState:
     """What the model remembers of the tokens fed so far, for one or more branches, under full attention.
 
-    Append-only. A fork shares the tokens of a one-branch state and owns what comes after. Other attention kinds are
-    subclasses: they say where an advance must be cut (`rounds`) and how a layer attends. Recurrent layers, if the model
-    has any, keep their own kind of state beside it.
+    Append-only. A fork shares the tokens of a one-branch state and owns what comes after. Each layer's module says of
+    which kind its state is. Where layers read each other's state (LastKV) a subclass says so, and where an advance must
+    be cut (`rounds`).
     """
 
     def __init__(
@@ -52,8 +52,7 @@ class SequenceState:
             raise ValueError(f"a state holds at least one branch, not {branches}")
         self.counts: list[int] = [start] * branches
         self.phase = Phase.OPEN
-        self._layers: dict[int, KVLayer] = {}
-        self._recurrent: dict[int, RecurrentLayer] = {}
+        self._layers: dict[int, LayerState] = {}
         self.keep_from = start if log and keep_from is None else keep_from
         self._parent: SequenceState | None = None
         self._reserve, self._log = reserve, log
@@ -91,58 +90,39 @@ class SequenceState:
     def collect_adjoints(self, number: int, pp_group: Any) -> None:
         """Before advance ``number`` is swept: its adjoints return to the stage that computed it. Collective."""
 
-    def attend(
-        self,
-        number: int,
-        q_mHd: Tensor,
-        k_mhd: Tensor,
-        v_mhd: Tensor,
-        layout: TokenLayout,
-        scale: float,
-        cp_group: Any,
-        gate_h: Tensor | None = None,
-    ) -> Tensor:
-        """Layer ``number`` (1-based, global) attends over its state and the new tokens, and grows. Returns o_mHd."""
-        return self.layer(number).attend(q_mHd, k_mhd, v_mhd, layout, scale, cp_group)
+    @overload
+    def layer(self, number: int) -> LayerState: ...
 
-    def append(self, number: int, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout) -> None:
-        """Layer ``number`` grows by new tokens whose attention nothing reads."""
-        self.layer(number).append(k_mhd, v_mhd, layout.pieces)
+    @overload
+    def layer(self, number: int, kind: type[L]) -> L: ...
 
-    def layer(self, number: int) -> KVLayer:
-        """State of a layer; created at first use."""
+    def layer(self, number: int, kind: type[LayerState] | None = None) -> LayerState:
+        """State of a layer (1-based, global), which is of class ``kind``; created at first use, where that is given."""
         self._check_readable()
         if number not in self._layers:
-            past = () if self._parent is None else self._parent.layer(number).shared_slices()
-            self._layers[number] = self._new_layer(number, past)
-        return self._layers[number]
+            if self._parent is not None:
+                self._layers[number] = (
+                    self._parent.layer(number) if kind is None else self._parent.layer(number, kind)
+                ).fork(self._growth(number))
+            elif kind is not None:
+                self._layers[number] = kind.empty(self._growth(number))
+            else:
+                raise KeyError(f"layer {number} has no state yet")
+        found = self._layers[number]
+        if kind is not None and not isinstance(found, kind):
+            raise TypeError(f"layer {number} has a {type(found).__name__}, not a {kind.__name__}")
+        return found
 
-    def layers(self) -> Iterator[tuple[int, KVLayer]]:
-        """(number, state) of every attention layer that has state on this rank."""
+    def layers(self) -> Iterator[tuple[int, LayerState]]:
+        """(number, state) of every layer that has state on this rank."""
         self._check_readable()
         yield from self._layers.items()
 
-    def recurrent(self, number: int) -> RecurrentLayer:
-        """State of a recurrent layer; created at first use."""
-        self._check_readable()
-        if number not in self._recurrent:
-            origin = None
-            if self._parent is not None:
-                theirs = self._parent.recurrent(number)
-                origin = Source(theirs, theirs.done)
-            self._recurrent[number] = RecurrentLayer(origin, self._log)
-        return self._recurrent[number]
-
-    def recurrent_layers(self) -> Iterator[tuple[int, RecurrentLayer]]:
-        """(number, state) of every recurrent layer that has state on this rank."""
-        self._check_readable()
-        yield from self._recurrent.items()
-
-    def recur(self, number: int, snapshot: Snapshot) -> None:
-        """Recurrent layer ``number`` has processed the tokens of the advance under way."""
+    @property
+    def restarts_here(self) -> bool:
+        """Whether a sweep goes back to where this state stands now."""
         wanted = self.keep_from is not None and self.counts[0] >= self.keep_from
-        wanted = wanted and (self.restarts is None or self.counts[0] in self.restarts)
-        self.recurrent(number).commit(snapshot, keep=wanted)
+        return wanted and (self.restarts is None or self.counts[0] in self.restarts)
 
     def restart(self, first: int, stop: int) -> Self:
         """This state `before` advance ``first``, to be advanced through all up to ``stop`` once more for `refill`."""
@@ -150,23 +130,18 @@ class SequenceState:
 
     def refill(self, again: SequenceState, first: int) -> None:
         """Take from ``again``, made by `restart` and advanced, what `before` needs between two ``restarts``."""
-        for key, layer in again.recurrent_layers():
-            self.recurrent(key).fill(layer, first)
+        for number, layer in again.layers():
+            self.layer(number).refill(layer, first)
 
     def forget(self, number: int) -> None:
         """Drop what `refill` took, when advances from ``number`` on were swept."""
-        for layer in self._recurrent.values():
+        for layer in self._layers.values():
             layer.forget(number)
 
     def absorb(self, again: SequenceState, layout: TokenLayout) -> None:
         """Grow by what ``again``, this state's `before` now, computed under autograd; its graph stays with it."""
         for number, layer in again.layers():
-            assert layer.newest is not None
-            k_mhd, v_mhd = (x.detach() for x in layer.newest)
-            self.append(number, k_mhd, v_mhd, layout)
-        for number, recurrent in again.recurrent_layers():
-            assert recurrent.now is not None
-            self.recur(number, Snapshot(*(x.detach() for x in recurrent.now)))
+            self.layer(number, type(layer)).absorb(layer, layout, self.restarts_here)
         self.grow(layout.lengths)
 
     def freeze(self, pp_group: Any = None) -> Self:
@@ -197,9 +172,7 @@ class SequenceState:
         state.counts = list([*self._counts_before, self.counts][number])
         state._parent = self
         for key, layer in self._layers.items():
-            state._layers[key] = state._new_layer(key, self._slices_before(key, layer, number))
-        for key, recurrent in self._recurrent.items():
-            state._recurrent[key] = recurrent.before(number, log)
+            state._layers[key] = layer.before(number, state._growth(key))
         return state
 
     def keep(self, branches: Sequence[int]) -> None:
@@ -211,24 +184,16 @@ class SequenceState:
             )
         for layer in self._layers.values():
             layer.keep(branches)
-        for recurrent in self._recurrent.values():
-            recurrent.keep(branches)
         self.counts = [self.counts[branch] for branch in branches]
 
     def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0, spare: bool = False) -> int:
-        """Give every page this state owns a gradient buffer, for tokens at positions >= ``live_from``.
+        """Give what this state owns gradient buffers, for tokens at positions >= ``live_from``.
 
         ``live_from`` must be where an advance of this (logged) state began, or its end. ``spare``: the state is still
         to grow within its pages. Returns the bytes allocated.
         """
-        total = 0
         first = next((i for i, counts in enumerate(self._counts_before) if counts[0] >= live_from), None)
-        for number, layer in self.layers():
-            constants = [_constant_tokens(layer, page, first) for page in layer.own]
-            total += self._enable_layer(number, layer, dtype, constants, spare)
-        for _, recurrent in self.recurrent_layers():
-            total += recurrent.enable_adjoint(dtype, len(self._counts_before) if first is None else first)
-        return total
+        return sum(self._enable(number, layer, dtype, first, spare) for number, layer in self.layers())
 
     def prepare_sweep(self, number: int) -> int:
         """Before advance ``number`` is recomputed: make the adjoints it adds to, and free those of what was swept.
@@ -237,18 +202,16 @@ class SequenceState:
         """
         return 0
 
-    def _enable_layer(
-        self, number: int, layer: KVLayer, dtype: torch.dtype, constants: Sequence[int], spare: bool
+    def _enable(
+        self, number: int, layer: LayerState, dtype: torch.dtype, first_live: int | None, spare: bool
     ) -> int:
-        """Adjoints of one attention layer's own pages; ``constants[i]`` tokens of page i need none."""
-        return layer.enable_adjoints(dtype, constants, spare)
+        """Adjoints of one layer, for advances from ``first_live`` on."""
+        return layer.enable_adjoints(dtype, first_live, spare)
 
     def tensors(self) -> Iterator[Tensor]:
         """Storage owned by this state alone, each tensor once."""
         for layer in self._layers.values():
             yield from layer.tensors()
-        for recurrent in self._recurrent.values():
-            yield from recurrent.tensors()
 
     @property
     def nbytes(self) -> int:
@@ -264,10 +227,7 @@ class SequenceState:
             poison(self.tensors())
         for layer in self._layers.values():
             layer.clear()
-        for recurrent in self._recurrent.values():
-            recurrent.clear()
         self._layers.clear()
-        self._recurrent.clear()
         self.phase = Phase.CLOSED
 
     def grow(self, lengths: Sequence[int]) -> None:
@@ -286,11 +246,9 @@ class SequenceState:
         """A state of this kind without tokens."""
         return type(self)(branches, start, log=log)
 
-    def _new_layer(self, number: int, past: Sequence[PageSlice]) -> KVLayer:
-        return KVLayer(past, self._reserve, self._log, self._growing)
-
-    def _slices_before(self, number: int, layer: KVLayer, advance: int) -> list[PageSlice]:
-        return layer.slices_before(advance)
+    def _growth(self, number: int) -> Growth:
+        """How layer ``number`` will grow."""
+        return Growth(self._reserve, self._log, self._growing)
 
     def _check_readable(self) -> None:
         owner: SequenceState | None = self
@@ -302,16 +260,9 @@ class SequenceState:
             owner = owner._parent
 
 
-def _constant_tokens(layer: KVLayer, page: Any, first_live: int | None) -> int:
-    """Tokens of a page that were written before the advance ``first_live``."""
-    if first_live is None:
-        return page.length
-    if first_live == 0 or layer.rounds is None:
-        return 0
-    written = [
-        entry.row + entry.piece.length
-        for entries in layer.rounds[:first_live]
-        for entry in entries
-        if entry.page is page
-    ]
-    return max(written, default=0)
+def poison(tensors: Iterable[Tensor]) -> None:
+    """Fill with NaN: a stale read fails loudly."""
+    for tensor in tensors:
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            with torch.no_grad():
+                tensor.fill_(float("nan"))

@@ -33,10 +33,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from megatron_lrl.layers.lastkv.core import LastKVCoreAttention  # noqa: E402
 from megatron_lrl.layers.moe.router import PolicyRouter  # noqa: E402
 from megatron_lrl.layers.rotary import PositionRotaryEmbedding  # noqa: E402
-from megatron_lrl.layers.softmax.core import LastKVCoreAttention, SegmentCoreAttention  # noqa: E402
-from megatron_lrl.models.layer import GatedSelfAttention, PolicyLayer  # noqa: E402
+from megatron_lrl.layers.softmax.core import GatedSelfAttention, SegmentCoreAttention  # noqa: E402
+from megatron_lrl.models.layer import PolicyLayer  # noqa: E402
 from megatron_lrl.models.norm import RMSNorm  # noqa: E402
 
 

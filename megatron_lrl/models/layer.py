@@ -12,19 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-
-
-class GatedSelfAttention(SelfAttention):
-    """Megatron-Core's self-attention with the output gate in the activation dtype, as transformers has it."""
-
-    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [m, 1, H d] times the sigmoid of gate [m, 1, H, d]."""
-        return x * torch.sigmoid(gate.reshape(x.shape))
 
 
 class Narrow(IdentityOp):
@@ -67,9 +57,11 @@ class PolicyLayer(TransformerLayer):
         of its input, so that a zero gradient finds its way to every layer before it."""
         advance = kwargs.get("packed_seq_params")
         if getattr(advance, "state_only", False) and self.layer_number == self.config.num_layers:
-            return self._append(kwargs["hidden_states"], kwargs["rotary_pos_emb"], advance), kwargs.get(
-                "context"
+            hidden_smh = kwargs["hidden_states"]
+            self.self_attention.grow_state(
+                self.input_layernorm(hidden_smh), kwargs["rotary_pos_emb"], advance
             )
+            return hidden_smh[:0], kwargs.get("context")
         return super().forward(*args, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -83,26 +75,6 @@ class PolicyLayer(TransformerLayer):
             return super()._forward_mlp(hidden_states, *args, **kwargs)
         finally:
             router.hook = None
-
-    def _append(self, hidden_smh: Tensor, angles: Any, advance: Any) -> Tensor:
-        """Compute the layer's keys and values and hand them to the state."""
-        attention, normed_smh = self.self_attention, self.input_layernorm(hidden_smh)
-        if isinstance(attention, SelfAttention):
-            # Query, key, value, and the output gate where there is one.
-            _, key, value, *_ = attention.get_query_key_value_tensors(
-                normed_smh, None, output_gate=self.config.attention_output_gate
-            )
-            key = apply_rotary_pos_emb(
-                key,
-                angles[1] if isinstance(angles, tuple) else angles,
-                config=self.config,
-                mscale=attention._yarn_concentration_factor,
-                cp_group=attention.pg_collection.cp,
-            )
-            advance.append(self.layer_number, key.squeeze(1), value.squeeze(1))
-        else:  # a recurrent layer's state grows as it runs
-            attention(normed_smh, None, packed_seq_params=advance)
-        return hidden_smh[:0]
 
 
 def _normed(add: Callable[..., Any], norm: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

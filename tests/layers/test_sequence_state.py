@@ -54,7 +54,7 @@ class Feed:
             rows.append(part)
         error = 0.0
         for i, number in enumerate(LAYERS):
-            ours = self.state.layer(number).attend(q, kv[:, 0, i], kv[:, 1, i], layout, 0.3, None)
+            ours = self.state.layer(number, KVLayer).attend(q, kv[:, 0, i], kv[:, 1, i], layout, 0.3, None)
             error = max(error, float((ours - self.dense(q, layout, i)).abs().max()))
         self.state.grow(layout.lengths)
         return error
@@ -88,9 +88,9 @@ def test_a_fork_shares_the_prefix_and_owns_its_tail() -> None:
     one, two = base.fork(3), base.fork(2)
     assert one([2, 2, 2]) < 1e-12
     assert two([1, 4]) < 1e-12
-    shared = addresses(base.state.layer(1))
-    assert shared < addresses(one.state.layer(1))
-    assert addresses(one.state.layer(1)) & addresses(two.state.layer(1)) == shared
+    shared = addresses(base.state.layer(1, KVLayer))
+    assert shared < addresses(one.state.layer(1, KVLayer))
+    assert addresses(one.state.layer(1, KVLayer)) & addresses(two.state.layer(1, KVLayer)) == shared
     assert base.state.nbytes == before, "a fork costs its prefix nothing"
     assert one.state.counts == [9, 9, 9]
     assert two.state.counts == [8, 11]
@@ -122,8 +122,8 @@ def test_live_growth_keeps_the_graph_and_reads_the_same() -> None:
     feed = prefix().fork(2)
     assert feed([3, 3], live=True) < 1e-12
     assert feed([1, 2], live=True) < 1e-12
-    assert all(block.k_bhtd.requires_grad for block in feed.state.layer(1).blocks()[1:])
-    assert feed.state.layer(1).newest is not None
+    assert all(block.k_bhtd.requires_grad for block in feed.state.layer(1, KVLayer).blocks()[1:])
+    assert feed.state.layer(1, KVLayer).newest is not None
 
 
 def test_decoding_fills_few_blocks_in_place() -> None:
@@ -131,10 +131,10 @@ def test_decoding_fills_few_blocks_in_place() -> None:
     seen = []
     for _ in range(140):
         assert feed([1] * 5) < 1e-12
-        seen.append(len(feed.state.layer(1).blocks()) - 1)
+        seen.append(len(feed.state.layer(1, KVLayer).blocks()) - 1)
     assert seen[-1] == 3, "64, 64, 128, ...: blocks double"
     assert seen[:64] == [1] * 64
-    own = feed.state.layer(1).blocks()[1:]
+    own = feed.state.layer(1, KVLayer).blocks()[1:]
     assert sum(block.k_bhtd.shape[2] for block in own) == 140
     assert feed.state.nbytes <= 2 * 2 * len(LAYERS) * 5 * 140 * KV * D * 8, "at most half is spare"
 
@@ -143,7 +143,7 @@ def test_a_reserved_capture_lies_in_one_block() -> None:
     feed = Feed(SequenceState(reserve={0: 20}))
     for tokens in (8, 8, 4):
         assert feed([tokens]) < 1e-12
-    (block,) = feed.state.layer(1).blocks()
+    (block,) = feed.state.layer(1, KVLayer).blocks()
     assert block.k_bhtd.shape[2] == 20
     assert feed.state.nbytes == len(LAYERS) * 2 * 20 * KV * D * 8
 
@@ -172,10 +172,10 @@ def test_closing_a_prefix_kills_its_forks() -> None:
     base.state.close()
     assert base.state.nbytes == 0
     for read in (
-        lambda: base.state.layer(1),
+        lambda: base.state.layer(1, KVLayer),
         lambda: list(base.state.layers()),
         lambda: base.state.fork(1),
-        lambda: child.state.layer(1),
+        lambda: child.state.layer(1, KVLayer),
         lambda: child([1, 1]),
         lambda: child.state.freeze(),
     ):
@@ -187,7 +187,7 @@ def test_closing_a_prefix_kills_its_forks() -> None:
 def test_poison_reaches_every_view_that_somebody_kept() -> None:
     base = prefix(5, reserve=9)
     child = base.fork(2)
-    kept = child.state.layer(1).blocks()[0]
+    kept = child.state.layer(1, KVLayer).blocks()[0]
     assert torch.isfinite(kept.k_bhtd).all()
     base.state.close(fill_nan=True)
     assert kept.k_bhtd.isnan().all()
@@ -196,6 +196,9 @@ def test_poison_reaches_every_view_that_somebody_kept() -> None:
 
 def test_without_poison_a_kept_view_is_left_alone() -> None:
     base = prefix()
-    kept = base.state.layer(1).blocks()[0].k_bhtd.clone(), base.state.layer(1).blocks()[0].k_bhtd
+    kept = (
+        base.state.layer(1, KVLayer).blocks()[0].k_bhtd.clone(),
+        base.state.layer(1, KVLayer).blocks()[0].k_bhtd,
+    )
     base.state.close()
     assert torch.equal(*kept)

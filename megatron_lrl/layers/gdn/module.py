@@ -28,9 +28,10 @@ from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_mo
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megatron_lrl.layers.advance import AdvanceContext
 from megatron_lrl.layers.gdn.convolution import causal_convolution
 from megatron_lrl.layers.gdn.delta_rule import gated_delta_rule
-from megatron_lrl.layers.gdn.state import Snapshot
+from megatron_lrl.layers.gdn.state import RecurrentLayer, Snapshot
 from megatron_lrl.layers.layout import TokenLayout
 
 
@@ -78,24 +79,27 @@ class ResidentGatedDeltaNet(GatedDeltaNet):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        packed_seq_params: Any = None,
+        packed_seq_params: AdvanceContext | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [m (/ tp), 1, H] -> the same shape, and no bias. Grows the advance's state of this layer."""
-        if not hasattr(packed_seq_params, "state"):
+        if not isinstance(packed_seq_params, AdvanceContext):
             raise RuntimeError("the model runs only through megatron_lrl.layers.advance")
-        state, layout = packed_seq_params.state, packed_seq_params.layout
         projected = self.in_proj(hidden_states)[0].squeeze(1)
         channels, heads = self.conv_dim_local_tp, self.num_v_heads_local_tp
         qkv_mc, z_m, ba_m = projected.split([channels, self.v_dim_local_tp, 2 * heads], dim=-1)
-        out_Mhv = self._mix(*self._to_heads(qkv_mc, ba_m), state, layout)
+        out_Mhv = self._mix(*self._to_heads(qkv_mc, ba_m), packed_seq_params)
         out_mhv = self._to_tokens(out_Mhv.flatten(1)).view(z_m.shape[0], heads, self.value_head_dim)
         normed = self._norm(out_mhv, z_m.view_as(out_mhv)).flatten(1)
         return self.out_proj(normed.unsqueeze(1))
 
-    def _mix(self, qkv_Mc: Tensor, ba_M: Tensor, state: Any, layout: TokenLayout) -> Tensor:
+    def grow_state(self, normed_smh: Tensor, _angles: object, advance: AdvanceContext) -> None:
+        """Grow the layer's state where nothing reads its output: it grows as the layer runs."""
+        self(normed_smh, None, packed_seq_params=advance)
+
+    def _mix(self, qkv_Mc: Tensor, ba_M: Tensor, advance: AdvanceContext) -> Tensor:
         """All new tokens of this rank's heads, branch by branch, from the layer's state on. Returns [M, h, v]."""
-        slots = qkv_Mc.shape[0]
+        slots, layout = qkv_Mc.shape[0], advance.layout
         weight_c1w, a_log_h, dt_bias_h = self._own_heads()
         wide = a_log_h.dtype
         b_Mh, a_Mh = ba_M.split(self.value_heads, dim=-1)
@@ -104,7 +108,7 @@ class ResidentGatedDeltaNet(GatedDeltaNet):
 
         lengths, branches = layout.lengths, len(layout.lengths)
         qkv_btc, g_bth, beta_bth = (_batched(x, layout) for x in (qkv_Mc, g_Mh, beta_Mh))
-        layer = state.recurrent(self.layer_number)
+        layer = advance.state.layer(self.layer_number, RecurrentLayer)
         shapes = (
             (branches, qkv_btc.shape[-1], self.conv_kernel_dim - 1),
             (branches, self.value_heads, self.key_head_dim, self.value_head_dim),
@@ -117,7 +121,7 @@ class ResidentGatedDeltaNet(GatedDeltaNet):
         out_bthv, state_bhkv = self.gated_delta_rule(
             q_btnk, k_btnk, v_bthv, g_bth, beta_bth, before.state_bhkv
         )
-        state.recur(self.layer_number, Snapshot(tail_bcw, state_bhkv))
+        layer.commit(Snapshot(tail_bcw, state_bhkv), keep=advance.state.restarts_here)
         return _flat(out_bthv, layout, slots)
 
     def _norm(self, out_mhv: Tensor, z_mhv: Tensor) -> Tensor:

@@ -13,10 +13,13 @@ channels are this rank's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+from megatron_lrl.layers.kind import Growth, LayerState
+from megatron_lrl.layers.layout import TokenLayout
 
 
 class Snapshot(NamedTuple):
@@ -39,7 +42,7 @@ class Source(NamedTuple):
     number: int
 
 
-class RecurrentLayer:
+class RecurrentLayer(LayerState):
     """State of one Gated DeltaNet layer.
 
     ``origin`` is where it continues from (a prefix, or itself at an earlier time). With ``log`` it remembers what was
@@ -53,6 +56,20 @@ class RecurrentLayer:
         self.live_from: int | None = None  # with adjoints: tokens are live from this advance on
         self._snapshots: list[Snapshot | None] | None = [] if log else None
         self._adjoints: dict[int, list[Tensor]] = {}
+
+    @classmethod
+    def empty(cls, growth: Growth) -> Self:
+        return cls(None, growth.log)
+
+    def fork(self, growth: Growth) -> Self:
+        return self.before(self.done, growth)
+
+    def before(self, number: int, growth: Growth) -> Self:
+        return type(self)(Source(self, number), growth.log)
+
+    @property
+    def newest(self) -> tuple[Tensor, ...] | None:
+        return self.now if self.now is not None and self.now.state_bhkv.requires_grad else None
 
     def read(self, trigger: Tensor, shapes: tuple[Sequence[int], Sequence[int]]) -> Snapshot:
         """The state before the tokens of the advance under way; zeros before a document's first token.
@@ -78,28 +95,30 @@ class RecurrentLayer:
         self.done += 1
 
     def keep(self, branches: Sequence[int]) -> None:
-        """Drop all branches but these; only without autograd."""
         if self.now is not None:
             index = torch.tensor(branches).to(self.now.tail_bcw.device, non_blocking=True)
             self.now = Snapshot(*(x.index_select(0, index) for x in self.now))
 
-    def enable_adjoint(self, dtype: torch.dtype, first_live: int) -> int:
-        """Tokens are live from advance ``first_live`` on. Returns the bytes allocated, for the newest state."""
-        self.live_from = first_live
-        if self.now is None or self.done <= first_live:
+    def enable_adjoints(self, dtype: torch.dtype, first_live: int | None, spare: bool = False) -> int:
+        """The buffer is of the size of the newest state, the only one that forks read."""
+        self.live_from = self.done if first_live is None else first_live
+        if self.now is None or self.done <= self.live_from:
             return 0
         return sum(x.nbytes for x in self._adjoint(self.done, dtype))
 
-    def take_adjoint(self, number: int) -> list[Tensor] | None:
-        """The gradient of the state before advance ``number``, which is freed here; None if nothing read it."""
-        return self._adjoints.pop(number, None)
+    def take_adjoint(self, number: int, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """The gradient of the state behind advance ``number``, which is freed here."""
+        adjoint = self._adjoints.pop(number + 1, None)
+        if adjoint is None:
+            return [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in like]
+        return [x.to(shape.dtype) for x, shape in zip(adjoint, like, strict=True)]
 
-    def before(self, number: int, log: bool = False) -> RecurrentLayer:
-        """A layer that continues from what was before advance ``number``."""
-        return RecurrentLayer(Source(self, number), log)
+    def absorb(self, again: Self, layout: TokenLayout, keep: bool) -> None:
+        assert again.now is not None
+        self.commit(Snapshot(*(x.detach() for x in again.now)), keep)
 
-    def fill(self, again: RecurrentLayer, first: int) -> None:
-        """Take the snapshots of ``again``, this layer `before` advance ``first`` that was logged and advanced anew."""
+    def refill(self, again: Self, first: int) -> None:
+        """Take the snapshots of ``again``, which was logged."""
         assert self._snapshots is not None and again._snapshots is not None
         for i, snapshot in enumerate((*again._snapshots[1:], again.now), start=first + 1):
             if i < self.done:
@@ -111,7 +130,6 @@ class RecurrentLayer:
             self._snapshots[number:] = [None] * len(self._snapshots[number:])
 
     def tensors(self) -> Iterator[Tensor]:
-        """Storage that this layer alone owns."""
         for snapshot in (self.now, *(self._snapshots or ())):
             if snapshot is not None:
                 yield from snapshot

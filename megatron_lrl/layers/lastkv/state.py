@@ -12,7 +12,7 @@ On stages that do not have the last layer, its number stands for a store that is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lrl.layers.kind import Growth, LayerState
 from megatron_lrl.layers.lastkv.blend import blend
 from megatron_lrl.layers.lastkv.clock import Clock
+from megatron_lrl.layers.lastkv.retention import Retention, by_chunk
 from megatron_lrl.layers.layout import Piece, TokenLayout
 from megatron_lrl.layers.sequence import SequenceState
 from megatron_lrl.layers.softmax.kv import KVLayer
-from megatron_lrl.layers.softmax.pages import Page, PageSlice, joined
+from megatron_lrl.layers.softmax.pages import joined
 from megatron_lrl.layers.softmax.segment import Block, segment_attention
 
 
@@ -59,7 +61,6 @@ class LastKVState(SequenceState):
         self._near: dict[int, tuple[int, list[Block]]] = {}  # layer -> (open chunk, blocks), without autograd
         self._entered = -1  # the newest chunk whose older pages were merged
         self._adjoint_dtype: torch.dtype | None = None
-        self._refilled: list[Page] = []
 
     def rounds(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         return self.clock.rounds(self.counts, lengths)
@@ -71,11 +72,7 @@ class LastKVState(SequenceState):
         return set(self.clock.boundaries(0, count))
 
     def reservation(self, spans: Sequence[tuple[int, int]], local: Sequence[int]) -> dict[int, int]:
-        room: dict[int, int] = {}
-        for (low, _), tokens in zip(spans, local, strict=True):
-            chunk = self.clock.chunk(low)
-            room[chunk] = room.get(chunk, 0) + tokens
-        return room
+        return by_chunk(self.clock, (low for low, _ in spans), local)
 
     def attend(
         self,
@@ -86,11 +83,14 @@ class LastKVState(SequenceState):
         layout: TokenLayout,
         scale: float,
         cp_group: Any,
-        gate_h: Tensor | None = None,
+        gate_h: Tensor,
     ) -> Tensor:
-        """History, blended previous chunk and open chunk as segments of the one attention primitive."""
+        """Layer ``number`` attends over history, blended previous chunk and open chunk, and grows. Returns o_mHd.
+
+        ``gate_h``: the layer's logits of alpha.
+        """
         chunk = self._chunk(layout)
-        layer = self.layer(number)
+        layer = self.layer(number, KVLayer)
         self._enter(chunk)
         blocks = [*self._committed(chunk - 2), *self._previous_and_shared(number, layer, chunk, gate_h)]
         blocks += [block for part in layer.own_slices() if part.chunk == chunk for block in part.blocks()]
@@ -99,8 +99,9 @@ class LastKVState(SequenceState):
         return o_mHd
 
     def append(self, number: int, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout) -> None:
+        """Layer ``number`` grows by new tokens whose attention nothing reads."""
         chunk = self._chunk(layout)
-        layer = self.layer(number)
+        layer = self.layer(number, KVLayer)
         self._enter(chunk)
         layer.append(k_mhd, v_mhd, layout.pieces, chunk)
         self._forget(number, layer, chunk)
@@ -122,7 +123,7 @@ class LastKVState(SequenceState):
     def enable_adjoints(self, dtype: torch.dtype, live_from: int = 0, spare: bool = False) -> int:
         total = super().enable_adjoints(dtype, live_from, spare)
         self._forget_blocks()
-        store = self.layer(self.last_layer)
+        store = self._store
         if store.rounds:
             return total
         # Pages that came from the last stage: as much of them is constant as of the local pages cut like them.
@@ -133,12 +134,12 @@ class LastKVState(SequenceState):
             constants.append(mine[theirs.index(page)].constant if mine else page.length)
         # In the place of the buffers that were just made without knowing what is constant.
         total -= sum(x.nbytes for page in store.own for x in page.tensors()[2:])
-        return total + store.enable_adjoints(dtype, constants)
+        return total + store.enable_pages(dtype, constants)
 
     def prepare_sweep(self, number: int) -> int:
         """Own-layer adjoints exist for two chunks at a time: the one that is swept and the one before it."""
         chunk, grown = self.clock.chunk(max([*self._counts_before, self.counts][number])), 0
-        for key, layer in self.layers():
+        for key, layer in self._attention_layers():
             for page in layer.own if key != self.last_layer else ():
                 if page.chunk > chunk and page.adjoint is not None:
                     grown -= sum(x.nbytes for x in page.tensors()[2:])
@@ -153,33 +154,14 @@ class LastKVState(SequenceState):
         # Pages cut as this state's are, so that it can take them.
         return self.before(first, True, {c: n for c, n in (self._reserve or {}).items() if c in chunks})
 
-    def refill(self, again: SequenceState, first: int) -> None:
-        super().refill(again, first)
-        for number, layer in again.layers():
-            if number == self.last_layer:
-                continue
-            mine = self.layer(number)
-            assert layer.rounds is not None and mine.rounds is not None
-            for entries, anew in zip(mine.rounds[first:], layer.rounds, strict=False):
-                for entry, new in zip(entries, anew, strict=True):
-                    if entry.page.dropped:
-                        entry.page.refill(new.page)
-                        self._refilled.append(entry.page)
-
-    def forget(self, number: int) -> None:
-        super().forget(number)
-        for page in self._refilled:
-            page.drop()
-        self._refilled.clear()
-
-    def _enable_layer(
-        self, number: int, layer: KVLayer, dtype: torch.dtype, constants: Sequence[int], spare: bool
+    def _enable(
+        self, number: int, layer: LayerState, dtype: torch.dtype, first_live: int | None, spare: bool
     ) -> int:
-        if number == self.last_layer:
-            return super()._enable_layer(number, layer, dtype, constants, spare)
+        if number == self.last_layer or not isinstance(layer, KVLayer):
+            return super()._enable(number, layer, dtype, first_live, spare)
         # What comes next reads own-layer pages of the open chunk and the one before it; a sweep makes the older ones.
         self._adjoint_dtype, oldest, total = dtype, self.clock.chunk(max(self.counts)) - 1, 0
-        for page, constant in zip(layer.own, constants, strict=True):
+        for page, constant in zip(layer.own, layer.constants(first_live), strict=True):
             page.constant = constant
             if page.chunk >= oldest:
                 total += page.enable_adjoint(dtype, constant, spare)
@@ -197,7 +179,7 @@ class LastKVState(SequenceState):
         later = self._counts_before[number + 1 :]
         if later and self.clock.chunk(max(later[0])) == chunk:
             return
-        for page in self.layer(self.last_layer).own:
+        for page in self._store.own:
             if page.chunk == chunk and page.adjoint is not None:
                 for total in (page.adjoint.dk_bhtd, page.adjoint.dv_bhtd):
                     self._sum_on_last(total, pp_group)
@@ -215,12 +197,6 @@ class LastKVState(SequenceState):
             branches, start, log=log, clock=self.clock, blended=self.blended, last_layer=self.last_layer
         )
 
-    def _slices_before(self, number: int, layer: KVLayer, advance: int) -> list[PageSlice]:
-        if layer.rounds:
-            return layer.slices_before(advance)
-        # The store of another stage's last layer: whole chunks, of which attention takes those that were committed.
-        return layer.slices()
-
     def _chunk(self, layout: TokenLayout) -> int:
         """The chunk of the tokens of one pass."""
         fed = {start for start, length in zip(layout.starts, layout.lengths, strict=True) if length}
@@ -230,9 +206,17 @@ class LastKVState(SequenceState):
             )
         return self.clock.chunk(fed.pop())
 
-    def _new_layer(self, number: int, past: Sequence[PageSlice]) -> KVLayer:
+    def _growth(self, number: int) -> Growth:
         # Layers read the last one's committed chunks as one block.
-        return KVLayer(past, self._reserve, self._log, self._growing, together=number == self.last_layer)
+        return super()._growth(number)._replace(together=number == self.last_layer)
+
+    def _attention_layers(self) -> Iterator[tuple[int, KVLayer]]:
+        return ((number, layer) for number, layer in self.layers() if isinstance(layer, KVLayer))
+
+    @property
+    def _store(self) -> KVLayer:
+        """The state of the model's last attention layer, or what stands for it on other stages."""
+        return self.layer(self.last_layer, KVLayer)
 
     def _enter(self, chunk: int) -> None:
         """Decoding left several small pages of each older chunk: layers read one of the previous chunk, and one of
@@ -240,7 +224,7 @@ class LastKVState(SequenceState):
         if not self._growing or chunk <= self._entered:
             return
         self._entered = chunk
-        for number, layer in self.layers():
+        for number, layer in self._attention_layers():
             layer.merge(chunk - 1, chunk - 1)
             if number == self.last_layer:
                 layer.merge(0, chunk - 2)
@@ -253,13 +237,11 @@ class LastKVState(SequenceState):
         """The last layer's blocks of chunks up to ``newest``: the same for every layer, as long as a chunk is open."""
         key = newest, torch.is_grad_enabled()
         if key not in self._history:
-            parts = [part for part in self.layer(self.last_layer).slices() if part.chunk <= newest]
+            parts = [part for part in self._store.slices() if part.chunk <= newest]
             self._history = {key: joined(block for part in parts for block in part.blocks())}
         return self._history[key]
 
-    def _previous_and_shared(
-        self, number: int, layer: KVLayer, chunk: int, gate_h: Tensor | None
-    ) -> list[Block]:
+    def _previous_and_shared(self, number: int, layer: KVLayer, chunk: int, gate_h: Tensor) -> list[Block]:
         """The previous chunk as layer ``number`` sees it, and what a prefix has of the open one.
 
         Without autograd both are made once per chunk, and into one block where they can be.
@@ -277,14 +259,12 @@ class LastKVState(SequenceState):
         self._near[number] = chunk, blocks
         return blocks
 
-    def _previous(self, number: int, layer: KVLayer, chunk: int, gate_h: Tensor | None) -> list[Block]:
+    def _previous(self, number: int, layer: KVLayer, chunk: int, gate_h: Tensor) -> list[Block]:
         """The previous chunk's blocks as layer ``number`` sees them."""
-        last = [part for part in self.layer(self.last_layer).slices() if part.chunk == chunk]
+        last = [part for part in self._store.slices() if part.chunk == chunk]
         if number == self.last_layer or not self.blended or not last:
             # At the last layer both sides of the blend are the same: the gate changes nothing.
             return [block for part in last for block in part.blocks()]
-        if gate_h is None:
-            raise ValueError(f"layer {number} has no LastKV gate")
         own = [part for part in layer.slices() if part.chunk == chunk]
         alpha_h = torch.sigmoid(gate_h)
         return [
@@ -297,32 +277,24 @@ class LastKVState(SequenceState):
         """Drop own-layer pages that nothing will read again."""
         if number == self.last_layer:
             return
-        oldest = chunk - 1
-        if self.keep_from is not None:
-            oldest = min(oldest, self.clock.chunk(self.keep_from) - 1)
-        if self.restarts is not None:
-            for page in layer.own:
-                if (
-                    oldest <= page.chunk < chunk - 1
-                    and page.chunk not in self._kept_chunks
-                    and not page.dropped
-                ):
-                    page.drop()
+        retention, oldest = self._retention, self._retention.oldest(chunk)
+        for page in layer.own:
+            if page.chunk >= oldest and not page.dropped and not retention.keeps(page.chunk, chunk):
+                page.drop()
         if any(page.chunk < oldest for page in layer.own):
             layer.own = [page for page in layer.own if page.chunk >= oldest]
             if layer.rounds is not None:
                 layer.rounds = [[e for e in entries if e.page.chunk >= oldest] for entries in layer.rounds]
 
     @cached_property
-    def _kept_chunks(self) -> frozenset[int]:
-        """Chunks whose own-layer pages a sweep restarts from."""
-        return self.clock.read_from(self.restarts or ())
+    def _retention(self) -> Retention:
+        return Retention(self.clock, self.keep_from, self.restarts)
 
     def _hand_out(self, chunk: int, pp_group: Any) -> None:
         """Broadcast the last layer's own pages of a chunk from the last stage; other stages append them."""
         last_stage = dist.get_global_rank(pp_group, pp_group.size() - 1)
         on_last = pp_group.rank() == pp_group.size() - 1
-        store = self.layer(self.last_layer)
+        store = self._store
         # Every layer's pages are cut alike, so any local layer tells the shapes.
         like = store if on_last else self._any_own_layer()
         for page in [page for page in like.own if page.chunk == chunk]:
@@ -343,7 +315,7 @@ class LastKVState(SequenceState):
 
     def _any_own_layer(self) -> KVLayer:
         """A layer of this stage other than the last one of the model."""
-        return next(layer for key, layer in self.layers() if key != self.last_layer)
+        return next(layer for key, layer in self._attention_layers() if key != self.last_layer)
 
 
 def _concatenated(blocks: list[Block]) -> list[Block]:

@@ -1,30 +1,18 @@
-"""The Megatron-Core ``core_attention`` module: hands each layer's q, k, v to the state it belongs to."""
+"""Self-attention with resident state, as Megatron-Core modules: each layer's q, k, v go to the state it belongs to."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-
-class LayerAttention(Protocol):
-    """What carries an `advance` down to core attention, in the place of Megatron-Core's PackedSeqParams."""
-
-    def attend(
-        self,
-        layer_number: int,
-        q_mHd: Tensor,
-        k_mhd: Tensor,
-        v_mhd: Tensor,
-        scale: float,
-        gate_h: Tensor | None = None,
-    ) -> Tensor:
-        """Attend over the layer's state and the new tokens, and grow the state. Returns o_mHd."""
+from megatron_lrl.layers.advance import AdvanceContext
+from megatron_lrl.layers.softmax.kv import KVLayer
 
 
 class SegmentCoreAttention(MegatronModule):
@@ -52,7 +40,6 @@ class SegmentCoreAttention(MegatronModule):
         if attention_dropout or config.attention_dropout:
             raise ValueError("attention dropout is not part of a policy: set attention_dropout to 0")
         self.layer_number = max(1, layer_number)
-        self.lastkv_gate: torch.nn.Parameter | None = None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
@@ -66,34 +53,44 @@ class SegmentCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [m, 1, H, d], key and value [m, 1, h, d] -> [m, 1, H d]."""
-        if packed_seq_params is None or not hasattr(packed_seq_params, "attend"):
+        if not isinstance(packed_seq_params, AdvanceContext):
             raise RuntimeError("the model runs only through megatron_lrl.layers.advance")
-        advance: LayerAttention = packed_seq_params  # type: ignore[assignment]
-        o_mHd = advance.attend(
-            self.layer_number,
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
-            self.scale,
-            self.lastkv_gate,
-        )
+        o_mHd = self.attend(packed_seq_params, query.squeeze(1), key.squeeze(1), value.squeeze(1))
         return o_mHd.reshape(o_mHd.shape[0], 1, -1)
 
+    def attend(self, advance: AdvanceContext, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor) -> Tensor:
+        """Attention over the layer's state and the new tokens, by which it grows. Returns o_mHd."""
+        layer = advance.state.layer(self.layer_number, KVLayer)
+        return layer.attend(q_mHd, k_mhd, v_mhd, advance.layout, self.scale, advance.kv_cp_group)
 
-class LastKVCoreAttention(SegmentCoreAttention):
-    """`SegmentCoreAttention` with the LastKV gate: one logit of alpha per KV head, sharded with the heads."""
+    def append(self, advance: AdvanceContext, k_mhd: Tensor, v_mhd: Tensor) -> None:
+        """The layer's state grows by new tokens whose attention nothing reads."""
+        advance.state.layer(self.layer_number, KVLayer).append(k_mhd, v_mhd, advance.layout.pieces)
 
-    def __init__(self, config: Any, layer_number: int, **kwargs: Any) -> None:
-        super().__init__(config, layer_number, **kwargs)
-        heads = config.num_query_groups // config.tensor_model_parallel_size
-        gate_h = torch.nn.Parameter(
-            torch.empty(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+
+class GatedSelfAttention(SelfAttention):
+    """Megatron-Core's self-attention with the output gate in the activation dtype, as transformers has it."""
+
+    def grow_state(
+        self, normed_smh: Tensor, angles: Tensor | tuple[Tensor, Tensor], advance: AdvanceContext
+    ) -> None:
+        """Grow the layer's state where nothing reads its output: keys and values alone are computed.
+
+        ``normed_smh``: the layer's normed input [m (/ tp), 1, H]; ``angles``: RoPE's, of queries and keys if two.
+        """
+        # Query, key, value, and the output gate where there is one.
+        _, key, value, *_ = self.get_query_key_value_tensors(
+            normed_smh, None, output_gate=self.config.attention_output_gate
         )
-        set_tensor_model_parallel_attributes(gate_h, is_parallel=True, dim=0, stride=1)
-        self.lastkv_gate = gate_h
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:
-        """The gate, sharded over tp along its heads."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"lastkv_gate": 0}, sharded_offsets
+        key = apply_rotary_pos_emb(
+            key,
+            angles[1] if isinstance(angles, tuple) else angles,
+            config=self.config,
+            mscale=self._yarn_concentration_factor,
+            cp_group=self.pg_collection.cp,
         )
+        self.core_attention.append(advance, key.squeeze(1), value.squeeze(1))
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [m, 1, H d] times the sigmoid of gate [m, 1, H, d]."""
+        return x * torch.sigmoid(gate.reshape(x.shape))

@@ -5,12 +5,13 @@ Legend: m this rank's new slots, H query heads, h KV heads of this tp rank, d he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from megatron_lrl.layers.kind import Growth, LayerState
 from megatron_lrl.layers.layout import Piece, TokenLayout
 from megatron_lrl.layers.softmax.pages import Entry, Page, PageSlice, Shelf, enable_adjoints, piece_of
 from megatron_lrl.layers.softmax.segment import Block, segment_attention
@@ -19,31 +20,34 @@ _GROWTH = 64
 """Smallest capacity, in tokens, of a page that follows a full one in decoding."""
 
 
-class KVLayer:
+class KVLayer(LayerState):
     """Resident state of one full-attention layer.
 
     ``past`` are slices of pages that belong to another state (a prefix, or this state at an earlier time); ``own`` are
     the pages it appends to. With ``log`` every advance's pieces are remembered, so that `before` can go back in time.
     """
 
-    def __init__(
-        self,
-        past: Sequence[PageSlice] = (),
-        reserve: Mapping[int, int] | None = None,
-        log: bool = False,
-        growing: bool = False,
-        together: bool = False,
-    ) -> None:
-        """``reserve``: by chunk, tokens that its first page makes room for. ``growing``: later pages are larger.
+    newest: tuple[Tensor, Tensor] | None = None  # k_mhd, v_mhd of the last advance, if they are live
 
-        ``together``: what is reserved lies in one storage, so that chunks can be read as one block (`joined`).
-        """
+    def __init__(self, past: Sequence[PageSlice] = (), growth: Growth = Growth()) -> None:  # noqa: B008 - immutable
+        """``growth.reserve``: by chunk, tokens that its first page makes room for; ``growing``: later pages are larger;
+        ``together``: what is reserved lies in one storage, so that chunks can be read as one block (`joined`)."""
         self.past = tuple(past)
         self.own: list[Page] = []
-        self.rounds: list[list[Entry]] | None = [] if log else None
-        self.newest: tuple[Tensor, Tensor] | None = None  # k_mhd, v_mhd of the last advance, if they are live
-        self._reserve, self._growing = dict(reserve or {}), growing
-        self._shelf = Shelf(sum(self._reserve.values())) if together and self._reserve else None
+        self.rounds: list[list[Entry]] | None = [] if growth.log else None
+        self._refilled: list[Page] = []
+        self._reserve, self._growing = dict(growth.reserve or {}), growth.growing
+        self._shelf = Shelf(sum(self._reserve.values())) if growth.together and self._reserve else None
+
+    @classmethod
+    def empty(cls, growth: Growth) -> Self:
+        return cls((), growth)
+
+    def fork(self, growth: Growth) -> Self:
+        return type(self)(self.shared_slices(), growth)
+
+    def before(self, number: int, growth: Growth) -> Self:
+        return type(self)(self.slices_before(number), growth)
 
     def attend(
         self, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout, scale: float, cp_group: Any
@@ -73,6 +77,10 @@ class KVLayer:
     def slices_before(self, number: int) -> list[PageSlice]:
         """What this layer remembered before its advance ``number`` (0-based)."""
         assert self.rounds is not None, "the state was made without a log"
+        if (
+            not self.rounds
+        ):  # pages that another stage computed: whole chunks, of which attention takes the committed
+            return self.slices()
         lengths: dict[int, tuple[Page, int]] = {}
         for entries in self.rounds[:number]:
             for entry in entries:
@@ -84,7 +92,14 @@ class KVLayer:
         capacity = max(self._reserve.pop(chunk, 0), piece.length)
         self.own.append(Page(piece, k_bhtd, v_bhtd, capacity, chunk, self._shelf))
 
-    def enable_adjoints(self, dtype: torch.dtype, constants: Sequence[int], spare: bool = False) -> int:
+    def enable_adjoints(self, dtype: torch.dtype, first_live: int | None, spare: bool = False) -> int:
+        return self.enable_pages(dtype, self.constants(first_live), spare)
+
+    def constants(self, first_live: int | None) -> list[int]:
+        """Of each own page, how many tokens were written before the advance ``first_live`` (None: all)."""
+        return [self._constant_tokens(page, first_live) for page in self.own]
+
+    def enable_pages(self, dtype: torch.dtype, constants: Sequence[int], spare: bool = False) -> int:
         """Gradient buffers for the own pages; ``constants[i]`` tokens of page i need none. Returns the bytes."""
         if self._shelf is not None:
             return enable_adjoints(self.own, dtype, constants, spare)
@@ -92,6 +107,32 @@ class KVLayer:
             page.enable_adjoint(dtype, constant, spare)
             for page, constant in zip(self.own, constants, strict=True)
         )
+
+    def take_adjoint(self, number: int, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        assert self.rounds is not None
+        k_mhd, v_mhd = (torch.zeros(x.shape, dtype=x.dtype, device=device) for x in like)
+        for entry in self.rounds[number]:
+            entry.adjoint_rows(k_mhd, v_mhd)
+        return [k_mhd, v_mhd]
+
+    def absorb(self, again: Self, layout: TokenLayout, keep: bool) -> None:
+        assert again.newest is not None
+        k_mhd, v_mhd = (x.detach() for x in again.newest)
+        self.append(k_mhd, v_mhd, layout.pieces)
+
+    def refill(self, again: Self, first: int) -> None:
+        """Take the keys and values of pages that were dropped."""
+        assert again.rounds is not None and self.rounds is not None
+        for entries, anew in zip(self.rounds[first:], again.rounds, strict=False):
+            for entry, new in zip(entries, anew, strict=True):
+                if entry.page.dropped:
+                    entry.page.refill(new.page)
+                    self._refilled.append(entry.page)
+
+    def forget(self, number: int) -> None:
+        for page in self._refilled:
+            page.drop()
+        self._refilled.clear()
 
     def merge(self, oldest: int, newest: int) -> None:
         """Make one page of each branch's own pages of chunks ``oldest`` to ``newest``; not for a logged state."""
@@ -111,7 +152,6 @@ class KVLayer:
                 self.own = [page for page in self.own if page not in pages]
 
     def keep(self, branches: Sequence[int]) -> None:
-        """Drop all branches but these (ascending), which become 0, 1, ...; only without autograd."""
         place = {branch: i for i, branch in enumerate(branches)}
         kept = []
         for page in self.own:
@@ -122,7 +162,6 @@ class KVLayer:
         self.own = kept
 
     def tensors(self) -> Iterator[Tensor]:
-        """Storage that this layer alone owns (what it shares is counted where it was captured)."""
         for page in self.own:
             yield from page.tensors()
 
@@ -136,6 +175,19 @@ class KVLayer:
         entries = [self._put(piece_of(k_mhd, p), piece_of(v_mhd, p), p, chunk, live) for p in pieces]
         if self.rounds is not None:
             self.rounds.append(entries)
+
+    def _constant_tokens(self, page: Page, first_live: int | None) -> int:
+        if first_live is None:
+            return page.length
+        if first_live == 0 or self.rounds is None:
+            return 0
+        written = [
+            entry.row + entry.piece.length
+            for entries in self.rounds[:first_live]
+            for entry in entries
+            if entry.page is page
+        ]
+        return max(written, default=0)
 
     def _put(self, k_bhtd: Tensor, v_bhtd: Tensor, piece: Piece, chunk: int, live: bool) -> Entry:
         target = next((page for page in self.own if not live and page.fits(piece, chunk)), None)

@@ -254,11 +254,3 @@ def piece_of(x_mhd: Tensor, piece: Piece) -> Tensor:
     """[m, h, d] -> the piece's [b, h, t, d], a view."""
     run = x_mhd[piece.start : piece.start + piece.branches * piece.length]
     return run.view(piece.branches, piece.length, *x_mhd.shape[1:]).transpose(1, 2)
-
-
-def poison(tensors: Iterable[Tensor]) -> None:
-    """Fill with NaN: a stale read fails loudly."""
-    for tensor in tensors:
-        if tensor.is_floating_point() and not tensor.requires_grad:
-            with torch.no_grad():
-                tensor.fill_(float("nan"))
