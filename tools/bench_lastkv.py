@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from bench_common import MIB, add_model_arguments, run_window, trajectories, write_model
 
 from megatron_lrl.config import load_config
@@ -88,7 +89,7 @@ def main() -> int:
     found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     with tempfile.TemporaryDirectory() as name, runtime_scope(Layout()) as runtime, ExitStack() as open_runs:
         from megatron_lrl.lifetimes.run import open_run
-        from megatron_lrl.passes.restarts import own_layer_bytes
+        from megatron_lrl.passes.restarts import kept_bytes
 
         folder = Path(name)
         write_model(folder / "hf", options, options.prompt + options.response)
@@ -99,7 +100,7 @@ def main() -> int:
             attention = "full" if kind == "full" else "lastkv"
             extra = [f"model.attention={attention}", f"lastkv.chunk_size={options.chunk_size}"]
             if kind == "few restarts":
-                one = own_layer_bytes(runs["lastkv"].arch, Layout(), 4)
+                one = kept_bytes(runs["lastkv"].arch, Layout(), torch.float32).chunk
                 extra.append(f"prefix.snapshot_bytes={options.restarts * one}")
             config = load_config(folder / "bench.toml", [*settings, *extra])
             runs[kind] = open_runs.enter_context(open_run(config, runtime, gradients=True))

@@ -15,7 +15,6 @@ from functools import reduce
 
 import torch
 
-from megatron_lrl.checkpoint.ops import Sliceable
 from megatron_lrl.checkpoint.safetensors_io import (
     DTYPES,
     FP8,
@@ -36,6 +35,7 @@ from megatron_lrl.checkpoint.table import (
     stored_shapes,
 )
 from megatron_lrl.errors import UserError
+from megatron_lrl.layers.conversion import Sliceable
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.runtime import DTYPES as RUN_DTYPES
 

@@ -1,36 +1,22 @@
-"""Conversion tables: Hugging Face tensors <-> Megatron-Core GPTModel parameters, one table per family.
+"""Conversion tables: Hugging Face tensors <-> Megatron-Core GPTModel parameters.
 
-A row (`table_rows.py`) is written once and serves import, export and gradients; here rows become entries of a
-model: names, shapes and ops. Parameter names are those of the local spec; Transformer Engine fuses a norm into
-the linear layer behind it and renames its weight, which `Entry.te_name` covers.
-
-Symbols: L layers, H hidden, F feed-forward, N query heads, M key-value heads, D head dim, V vocabulary, E routed
-experts, I their feed-forward size.
+A row (of a layer kind, or of `table_rows.py`) is written once and serves import, export and gradients; here rows
+become entries of a model: names, shapes and ops. Parameter names are those of the local spec; Transformer Engine
+fuses a norm into the linear layer behind it and renames its weight, which `Entry.te_name` covers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from megatron_lrl.checkpoint.ops import (
-    Copy,
-    FuseGateUp,
-    GdnConvolution,
-    GdnHeads,
-    GdnInputFlat,
-    GdnInputGrouped,
-    InterleaveQkv,
-    Op,
-    PadVocabulary,
-    Split,
-)
-from megatron_lrl.checkpoint.table_rows import TABLES, Kind, Row
+from megatron_lrl.checkpoint.table_rows import rows_of
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.hf_config import GDN, Architecture
+from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.conversion import Copy, Made, Op, PadVocabulary, Row
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -96,15 +82,17 @@ def conversion_table(arch: Architecture, packed: bool = False) -> tuple[Entry, .
     """
     entries = [Entry(EMBEDDING, EMBEDDING, None, (embedding_name(arch),), *_vocabulary(arch))]
     for layer in range(arch.num_layers):
-        for row in _rows(arch, layer):
+        for row in rows_of(arch, layer):
+            as_packed = packed and row.made_packed is not None
+            made = row.made_packed(arch) if packed and row.made_packed is not None else row.made(arch)
+            if made is None:
+                continue
             experts = arch.moe.num_experts if arch.moe is not None and "{e}" in row.name else 0
             for expert in range(experts) if experts else (None,):
-                entries.append(_entry(arch, row, layer, expert, packed))
+                entries.append(_entry(arch, row, made, layer, expert, as_packed))
     final = "decoder.final_layernorm.weight"
-    norm = Row(final, Kind.NORM, ())
-    entries.append(
-        Entry(final, final, None, (f"{arch.hf_prefix}norm.weight",), *_row(arch, norm.kind, False))
-    )
+    whole = Made(((arch.hidden_size,),), Copy(arch.hidden_size))
+    entries.append(Entry(final, final, None, (f"{arch.hf_prefix}norm.weight",), *_sized(whole)))
     if not arch.tied:
         entries.append(Entry(OUTPUT_LAYER, OUTPUT_LAYER, None, (HF_HEAD,), *_vocabulary(arch)))
     return tuple(entries)
@@ -161,38 +149,7 @@ def holds_packed_experts(names: Iterable[str], arch: Architecture) -> bool:
     return any(_PACKED_NAME.search(name) and not is_carried(name, arch) for name in names)
 
 
-def _rows(arch: Architecture, layer: int) -> Iterator[Row]:
-    table = TABLES[arch.family]
-    mixer = table.gdn if arch.mixers[layer] == GDN else table.attention
-    for row in (*mixer, *(table.moe if arch.moe_layers[layer] else table.dense)):
-        if _applies(arch, row.kind):
-            yield row
-
-
-def _applies(arch: Architecture, kind: Kind) -> bool:
-    """Whether an optional tensor exists in this architecture."""
-    match kind:
-        case Kind.QKV_BIAS:
-            return arch.qkv_bias
-        case Kind.OUT_BIAS:
-            return arch.attention_output_bias
-        case Kind.HEAD_NORM:
-            return arch.qk_norm
-        case Kind.LASTKV_GATE:
-            return arch.lastkv is not None
-        case Kind.SANDWICH_NORM:
-            return arch.sandwich_norms
-        case Kind.ROUTER_BIAS:
-            return arch.moe is not None and arch.moe.bias
-        case Kind.SHARED_GATE_UP | Kind.SHARED_DOWN:
-            return arch.moe is not None and arch.moe.shared_ffn_hidden_size > 0
-        case Kind.SHARED_GATE:
-            return arch.moe is not None and arch.moe.shared_gate
-    return True
-
-
-def _entry(arch: Architecture, row: Row, layer: int, expert: int | None, packed: bool) -> Entry:
-    packed = packed and row.packed != ""
+def _entry(arch: Architecture, row: Row, made: Made, layer: int, expert: int | None, packed: bool) -> Entry:
     number = "" if expert is None else str(expert)
     name, te_name = (
         f"decoder.layers.{layer}." + text.replace("{e}", number)
@@ -204,12 +161,11 @@ def _entry(arch: Architecture, row: Row, layer: int, expert: int | None, packed:
         te_name,
         layer,
         tuple(f"{arch.hf_prefix}layers.{layer}.{hf_name}" for hf_name in hf_names),
-        *_row(arch, row.kind, packed),
+        *_sized(made),
         expert=expert,
         stacked=arch.moe.num_experts if packed and arch.moe is not None else 0,
-        wide=row.kind in (Kind.GDN_HEADS, Kind.ROUTER_BIAS)
-        or (row.kind is Kind.ROUTER and arch.moe is not None and arch.moe.wide_router),
-        buffer=row.kind is Kind.ROUTER_BIAS,
+        wide=row.wide(arch),
+        buffer=row.buffer,
     )
 
 
@@ -217,84 +173,5 @@ def _vocabulary(arch: Architecture) -> tuple[tuple[torch.Size, ...], Op]:
     return (torch.Size((arch.vocab_size, arch.hidden_size)),), PadVocabulary(arch.vocab_size)
 
 
-def _row(arch: Architecture, kind: Kind, packed: bool) -> tuple[tuple[torch.Size, ...], Op]:
-    """Shapes of a row's Hugging Face tensors, and its op."""
-    if "GDN" in kind.name:
-        return _gdn_row(arch, kind)
-    hidden = arch.hidden_size
-    kv_rows, q_rows = arch.num_kv_heads * arch.head_dim, arch.num_heads * arch.head_dim
-    ffn = _ffn(arch, kind)
-    qkv = InterleaveQkv(arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.output_gate)
-    gated_rows = q_rows * (2 if arch.output_gate else 1)
-    experts = 0 if arch.moe is None else arch.moe.num_experts
-    shapes: tuple[tuple[int, ...], ...]
-    op: Op
-    match kind:
-        case Kind.NORM | Kind.SANDWICH_NORM | Kind.OUT_BIAS:
-            shapes, op = ((hidden,),), Copy(hidden)
-        case Kind.HEAD_NORM:
-            shapes, op = ((arch.head_dim,),), Copy(arch.head_dim)
-        case Kind.QKV:
-            shapes, op = ((gated_rows, hidden), (kv_rows, hidden), (kv_rows, hidden)), qkv
-        case Kind.QKV_BIAS:
-            shapes, op = ((gated_rows,), (kv_rows,), (kv_rows,)), qkv
-        case Kind.ATTENTION_OUT:
-            shapes, op = ((hidden, q_rows),), Split(q_rows, along=1)
-        case Kind.LASTKV_GATE:
-            shapes, op = ((arch.num_kv_heads,),), Split(arch.num_kv_heads)
-        case Kind.FUSED_GATE_UP:
-            shapes, op = ((2 * ffn, hidden),), FuseGateUp(ffn, fused=True)
-        case Kind.EXPERT_GATE_UP if packed:
-            shapes, op = ((2 * ffn, hidden),), FuseGateUp(ffn, fused=True)
-        case Kind.GATE_UP | Kind.EXPERT_GATE_UP | Kind.SHARED_GATE_UP:
-            shapes, op = ((ffn, hidden), (ffn, hidden)), FuseGateUp(ffn)
-        case Kind.DOWN | Kind.EXPERT_DOWN | Kind.SHARED_DOWN:
-            shapes, op = ((hidden, ffn),), Split(ffn, along=1)
-        case Kind.ROUTER:
-            shapes, op = ((experts, hidden),), Copy(experts)
-        case Kind.ROUTER_BIAS:
-            shapes, op = ((experts,),), Copy(experts)
-        case Kind.SHARED_GATE:
-            shapes, op = ((1, hidden),), Copy(1)
-        case _:
-            raise KeyError(kind)
-    return tuple(torch.Size(shape) for shape in shapes), op
-
-
-def _ffn(arch: Architecture, kind: Kind) -> int:
-    """Feed-forward size of a row's MLP."""
-    if arch.moe is not None and "EXPERT" in kind.name:
-        return arch.moe.ffn_hidden_size
-    if arch.moe is not None and "SHARED" in kind.name:
-        return arch.moe.shared_ffn_hidden_size
-    return arch.ffn_hidden_size
-
-
-def _gdn_row(arch: Architecture, kind: Kind) -> tuple[tuple[torch.Size, ...], Op]:
-    """As `_row`, for the tensors of a Gated DeltaNet layer."""
-    spec, hidden = arch.gdn, arch.hidden_size
-    if spec is None:
-        raise ValueError("a Gated DeltaNet layer without its sizes")
-    heads = GdnHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim)
-    keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
-    per_head = spec.value_heads
-    shapes: tuple[tuple[int, ...], ...]
-    op: Op
-    match kind:
-        case Kind.GDN_FLAT:
-            rows = (2 * keys + values, values, per_head, per_head)
-            shapes, op = tuple((n, hidden) for n in rows), GdnInputFlat(heads)
-        case Kind.GDN_GROUPED:
-            shapes = ((2 * keys + 2 * values, hidden), (2 * per_head, hidden))
-            op = GdnInputGrouped(heads)
-        case Kind.GDN_CONVOLUTION:
-            shapes, op = ((2 * keys + values, 1, spec.conv_kernel),), GdnConvolution(heads)
-        case Kind.GDN_HEADS:
-            shapes, op = ((per_head,),), Split(per_head)
-        case Kind.GDN_NORM:
-            shapes, op = ((spec.value_dim,),), Copy(spec.value_dim)
-        case Kind.GDN_OUT:
-            shapes, op = ((hidden, values),), Split(values, along=1)
-        case _:
-            raise KeyError(kind)
-    return tuple(torch.Size(shape) for shape in shapes), op
+def _sized(made: Made) -> tuple[tuple[torch.Size, ...], Op]:
+    return tuple(torch.Size(shape) for shape in made.shapes), made.op

@@ -1,172 +1,73 @@
-"""The rows of the conversion tables: which Hugging Face tensors make which parameter, one table per family.
+"""The rows of the conversion tables that belong to no layer kind, and what families call differently.
 
-A family's table has parts: rows of attention layers, of Gated DeltaNet layers, of dense and of mixture-of-experts
-MLPs. A layer takes the parts of its kind; rows of optional tensors (biases, gates, norms) apply where the
-architecture has them. `{e}` in a name stands for the number of a routed expert.
+A layer takes the rows of its token mixer (`layers.kinds`) and of its MLP; rows of optional tensors (biases, gates,
+norms) apply where the architecture has them.
 """
 
 from __future__ import annotations
 
-from enum import Enum, auto
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.conversion import Copy, FuseGateUp, Made, Row, Split, norm
+from megatron_lrl.layers.gdn import rows as gdn
+from megatron_lrl.layers.gdn.sizes import GDN
+from megatron_lrl.layers.kinds import KINDS
+from megatron_lrl.layers.moe import rows as moe
 
 
-class Kind(Enum):
-    """What a row is: `table.py` gives each kind its op, its shapes and the condition under which it applies."""
-
-    NORM = auto()
-    SANDWICH_NORM = auto()
-    HEAD_NORM = auto()
-    QKV = auto()
-    QKV_BIAS = auto()
-    ATTENTION_OUT = auto()
-    OUT_BIAS = auto()
-    LASTKV_GATE = auto()
-    GATE_UP = auto()
-    FUSED_GATE_UP = auto()
-    DOWN = auto()
-    GDN_FLAT = auto()
-    GDN_GROUPED = auto()
-    GDN_CONVOLUTION = auto()
-    GDN_HEADS = auto()
-    GDN_NORM = auto()
-    GDN_OUT = auto()
-    ROUTER = auto()
-    ROUTER_BIAS = auto()
-    EXPERT_GATE_UP = auto()
-    EXPERT_DOWN = auto()
-    SHARED_GATE_UP = auto()
-    SHARED_DOWN = auto()
-    SHARED_GATE = auto()
+def _gate_up(arch: Architecture) -> Made | None:
+    width, hidden = arch.ffn_hidden_size, arch.hidden_size
+    made = Made(((width, hidden), (width, hidden)), FuseGateUp(width))
+    return None if arch.fused_gate_up else made
 
 
-class Row(NamedTuple):
-    """One parameter of a layer: names of the local and of the Transformer Engine spec, and its sources."""
-
-    name: str
-    kind: Kind
-    hf_names: tuple[str, ...]
-    te_name: str = ""  # where it differs
-    packed: str = ""  # the one source that holds all experts, in files that store them packed
+def _fused_gate_up(arch: Architecture) -> Made | None:
+    width = arch.ffn_hidden_size
+    made = Made(((2 * width, arch.hidden_size),), FuseGateUp(width, fused=True))
+    return made if arch.fused_gate_up else None
 
 
-class Table(NamedTuple):
-    """One family's rows, by the kind of a layer's mixer and MLP."""
-
-    attention: tuple[Row, ...]
-    dense: tuple[Row, ...]
-    moe: tuple[Row, ...] = ()
-    gdn: tuple[Row, ...] = ()
+def _down(arch: Architecture) -> Made:
+    width = arch.ffn_hidden_size
+    return Made(((arch.hidden_size, width),), Split(width, along=1))
 
 
-_A, _M = "self_attention.", "mlp."
+def _sandwich(arch: Architecture) -> Made | None:
+    return Made(((arch.hidden_size,),), Copy(arch.hidden_size)) if arch.sandwich_norms else None
 
-_GATE = Row(f"{_A}core_attention.lastkv_gate", Kind.LASTKV_GATE, ("self_attn.lastkv_gate",))
-_QKV_BIAS = Row(f"{_A}linear_qkv.bias", Kind.QKV_BIAS, tuple(f"self_attn.{x}_proj.bias" for x in "qkv"))
-_OUT_BIAS = Row(f"{_A}linear_proj.bias", Kind.OUT_BIAS, ("self_attn.o_proj.bias",))
-_HEAD_NORMS = tuple(
-    Row(f"{_A}{x}_layernorm.weight", Kind.HEAD_NORM, (f"self_attn.{x}_norm.weight",)) for x in "qk"
-)
-_ATTENTION = (
-    Row(
-        "input_layernorm.weight",
-        Kind.NORM,
-        ("input_layernorm.weight",),
-        te_name=f"{_A}linear_qkv.layer_norm_weight",
-    ),
-    Row(f"{_A}linear_qkv.weight", Kind.QKV, tuple(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    Row(f"{_A}linear_proj.weight", Kind.ATTENTION_OUT, ("self_attn.o_proj.weight",)),
-    _GATE,
-)
 
-_PRE_MLP_NORM = Row(
-    "pre_mlp_layernorm.weight",
-    Kind.NORM,
-    ("post_attention_layernorm.weight",),
-    te_name=f"{_M}linear_fc1.layer_norm_weight",
-)
-_DOWN = Row(f"{_M}linear_fc2.weight", Kind.DOWN, ("mlp.down_proj.weight",))
-_DENSE = (
-    _PRE_MLP_NORM,
-    Row(f"{_M}linear_fc1.weight", Kind.GATE_UP, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    _DOWN,
-)
-_DENSE_FUSED = (
-    _PRE_MLP_NORM,
-    Row(f"{_M}linear_fc1.weight", Kind.FUSED_GATE_UP, ("mlp.gate_up_proj.weight",)),
-    _DOWN,
-)
-_SANDWICH = tuple(
-    Row(f"{name}.weight", Kind.SANDWICH_NORM, (f"{name}.weight",))
-    for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
-)
+_M = "mlp."
 
-_EXPERT, _TE_EXPERT = f"{_M}experts.local_experts.{{e}}.", f"{_M}experts."
-_EXPERTS = (
-    Row(
-        f"{_EXPERT}linear_fc1.weight",
-        Kind.EXPERT_GATE_UP,
-        ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
-        te_name=f"{_TE_EXPERT}linear_fc1.weight{{e}}",
-        packed="mlp.experts.gate_up_proj",
-    ),
-    Row(
-        f"{_EXPERT}linear_fc2.weight",
-        Kind.EXPERT_DOWN,
-        ("mlp.experts.{e}.down_proj.weight",),
-        te_name=f"{_TE_EXPERT}linear_fc2.weight{{e}}",
-        packed="mlp.experts.down_proj",
+DENSE = (
+    norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", f"{_M}linear_fc1.layer_norm_weight"),
+    Row(f"{_M}linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _gate_up),
+    Row(f"{_M}linear_fc1.weight", ("mlp.gate_up_proj.weight",), _fused_gate_up),
+    Row(f"{_M}linear_fc2.weight", ("mlp.down_proj.weight",), _down),
+    *(
+        Row(f"{name}.weight", (f"{name}.weight",), _sandwich)
+        for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
     ),
 )
 
 
-def _moe(shared: str) -> tuple[Row, ...]:
-    """Rows of a mixture of experts whose shared expert is called `shared`."""
-    return (
-        _PRE_MLP_NORM._replace(te_name=""),  # the router reads it too: no spec fuses it
-        Row(f"{_M}router.weight", Kind.ROUTER, ("mlp.gate.weight",)),
-        Row(f"{_M}router.expert_bias", Kind.ROUTER_BIAS, ("mlp.gate.e_score_correction_bias",)),
-        *_EXPERTS,
-        Row(
-            f"{_M}shared_experts.linear_fc1.weight",
-            Kind.SHARED_GATE_UP,
-            (f"mlp.{shared}.gate_proj.weight", f"mlp.{shared}.up_proj.weight"),
-        ),
-        Row(f"{_M}shared_experts.linear_fc2.weight", Kind.SHARED_DOWN, (f"mlp.{shared}.down_proj.weight",)),
-        Row(f"{_M}shared_experts.gate_weight", Kind.SHARED_GATE, ("mlp.shared_expert_gate.weight",)),
-    )
+@dataclass(frozen=True)
+class Family:
+    """What a family stores in its own way: rows of some layer kinds, and the name of its shared expert."""
+
+    rows: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+    shared_expert: str = "shared_expert"
 
 
-def _gdn(kind: Kind, inputs: tuple[str, ...]) -> tuple[Row, ...]:
-    """Rows of a Gated DeltaNet layer with these input projections."""
-    return (
-        Row(
-            "input_layernorm.weight",
-            Kind.NORM,
-            ("input_layernorm.weight",),
-            te_name=f"{_A}in_proj.layer_norm_weight",
-        ),
-        Row(f"{_A}in_proj.weight", kind, tuple(f"linear_attn.in_proj_{x}.weight" for x in inputs)),
-        Row(f"{_A}conv1d.weight", Kind.GDN_CONVOLUTION, ("linear_attn.conv1d.weight",)),
-        Row(f"{_A}A_log", Kind.GDN_HEADS, ("linear_attn.A_log",)),
-        Row(f"{_A}dt_bias", Kind.GDN_HEADS, ("linear_attn.dt_bias",)),
-        Row(f"{_A}out_norm.weight", Kind.GDN_NORM, ("linear_attn.norm.weight",)),
-        Row(f"{_A}out_proj.weight", Kind.GDN_OUT, ("linear_attn.out_proj.weight",)),
-    )
-
-
-_GDN_GROUPED = _gdn(Kind.GDN_GROUPED, ("qkvz", "ba"))
-_GDN_FLAT = _gdn(Kind.GDN_FLAT, ("qkv", "z", "b", "a"))
-_BIASES = (_QKV_BIAS, _OUT_BIAS)
-
-TABLES: dict[str, Table] = {
-    "llama": Table((*_ATTENTION, *_BIASES), _DENSE),
-    "qwen2": Table((*_ATTENTION, _QKV_BIAS), _DENSE),
-    "qwen3": Table((*_ATTENTION, *_BIASES, *_HEAD_NORMS), _DENSE),
-    "qwen3_moe": Table((*_ATTENTION, *_BIASES, *_HEAD_NORMS), _DENSE, _moe("shared_expert")),
-    "qwen3_next": Table((*_ATTENTION, *_BIASES, *_HEAD_NORMS), _DENSE, _moe("shared_expert"), _GDN_GROUPED),
-    "qwen3_5": Table((*_ATTENTION, *_BIASES, *_HEAD_NORMS), _DENSE, (), _GDN_FLAT),
-    "qwen3_5_moe": Table((*_ATTENTION, *_BIASES, *_HEAD_NORMS), _DENSE, _moe("shared_expert"), _GDN_FLAT),
-    "glm4": Table((*_ATTENTION, _QKV_BIAS), (*_DENSE_FUSED, *_SANDWICH)),
-    "glm4_moe": Table((*_ATTENTION, _QKV_BIAS, *_HEAD_NORMS), _DENSE, _moe("shared_experts")),
+_FAMILIES = {
+    "qwen3_next": Family({GDN: gdn.GROUPED}),
+    "glm4_moe": Family(shared_expert="shared_experts"),
 }
+
+
+def rows_of(arch: Architecture, layer: int) -> tuple[Row, ...]:
+    """Rows of a layer (0-based), those of tensors that the model lacks included."""
+    family, kind = _FAMILIES.get(arch.family, Family()), arch.mixers[layer]
+    mixer = family.rows.get(kind) or KINDS[kind].rows
+    return (*mixer, *(moe.rows(family.shared_expert) if arch.moe_layers[layer] else DENSE))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.checks.positions import PositionMismatch, boundary_prompts, sample_and_score
+from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradients, snapshot
 from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
 from megatron_lrl.passes.lockstep import check_lockstep
@@ -70,7 +71,7 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
         # Fixed advantages of both signs, so that no term of the gradient vanishes.
         groups = [_with_advantages(group) for group in groups]
         report: dict[str, Any] = {
-            "model": run.arch.to_dict(), "attention": run.arch.attention,
+            "model": run.arch.to_dict(), "attention": describe_attention(run.arch),
             "dtype": config.model.dtype, "layout": asdict(runtime.layout),
             "prompts": [len(group.prompt_ids) for group in groups],
             "responses": [[len(r.ids) for r in group.responses] for group in groups],

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_lrl.layers.rope_spec import RopeSpec
 
-__all__ = ["ATTENTION", "GDN", "Architecture", "GDNSpec", "LastKVSpec", "MoESpec"]
+__all__ = ["ATTENTION", "Architecture", "LastKVSpec", "MoESpec"]
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,8 @@ class MoESpec:
     wide_router: bool = False
 
 
-@dataclass(frozen=True)
-class GDNSpec:
-    """Gated DeltaNet layers: heads, dims and the width of the causal depthwise convolution.
-
-    Value head i reads key head i // (value_heads / key_heads).
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_kernel: int
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of the convolution: those of q, k and v."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-
-ATTENTION, GDN = "attention", "gdn"
-"""Kinds of token mixer in `Architecture.mixers`."""
+ATTENTION = "attention"
+"""Softmax attention in `Architecture.mixers`; other kinds of token mixer are named in their rooms."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +76,11 @@ class Architecture:
 
     Attributes beyond the sizes:
         ffn_hidden_size: F of the dense MLPs; that of the experts where every layer is a mixture.
-        mixers: ATTENTION or GDN for each layer.
+        mixers: for each layer the name of its kind (`layers.kinds`).
+        sizes: by kind, the sizes of its layers where the fields here do not give them: a dataclass of its room.
         moe_layers: for each layer, whether its MLP is `moe`; the others are dense with `ffn_hidden_size`.
         output_gate: q_proj also makes a gate per head that multiplies attention's output as sigmoid.
-        zero_centered_norm: norms multiply with 1 + weight (all but Gated DeltaNet's output norm).
+        zero_centered_norm: norms multiply with 1 + weight (all but a recurrent layer's output norm).
         sandwich_norms: two more norms, on the attention's and on the MLP's output before they join the residual.
         fused_gate_up: the dense MLP's gate and up projections are stored as one tensor, gate first.
         hf_prefix: what the names of the decoder's tensors start with ("model." or "model.language_model.").
@@ -126,7 +108,7 @@ class Architecture:
     mixers: tuple[str, ...] = ()
     moe_layers: tuple[bool, ...] = ()
     moe: MoESpec | None = None
-    gdn: GDNSpec | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     output_gate: bool = False
     zero_centered_norm: bool = False
     sandwich_norms: bool = False
@@ -143,20 +125,13 @@ class Architecture:
 
     @property
     def hybrid(self) -> bool:
-        """Whether some layers are Gated DeltaNet."""
-        return GDN in self.mixers
+        """Whether some layers are no softmax attention."""
+        return set(self.mixers) != {ATTENTION}
 
     @property
     def last_attention_layer(self) -> int:
         """1-based number of the last attention layer, as Megatron-Core counts."""
         return max(i for i, mixer in enumerate(self.mixers, 1) if mixer == ATTENTION)
-
-    @property
-    def attention(self) -> str:
-        """For identities and logs: "full", "lastkv C=512 blend", "full, 3 of 4 layers Gated DeltaNet"."""
-        kind = "full" if self.lastkv is None else str(self.lastkv)
-        recurrent = self.mixers.count(GDN)
-        return f"{kind}, {recurrent} of {self.num_layers} layers Gated DeltaNet" if recurrent else kind
 
     def with_lastkv(self, lastkv: LastKVSpec | None) -> Architecture:
         """The same model with LastKV attention, or (None) without; `raw` says so too."""
@@ -170,9 +145,9 @@ class Architecture:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values of every field that defines the computation or a tensor's shape (all but `raw`)."""
-        plain = {k: v for k, v in vars(self).items() if k not in ("raw", "rope", "lastkv", "moe", "gdn")}
+        plain = {k: v for k, v in vars(self).items() if k not in ("raw", "rope", "lastkv", "moe", "sizes")}
         plain |= {k: list(v) for k, v in plain.items() if isinstance(v, tuple)}  # as JSON gives them back
-        specs = {"lastkv": self.lastkv, "moe": self.moe, "gdn": self.gdn}
+        specs = {"lastkv": self.lastkv, "moe": self.moe, **self.sizes}
         parts = {name: asdict(spec) for name, spec in specs.items() if spec is not None}
         return {**plain, "rope": self.rope.to_dict(), **parts}
 

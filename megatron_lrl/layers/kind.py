@@ -1,5 +1,8 @@
-"""The protocol of a layer kind: its resident state on one rank.
+"""The protocol of a layer kind: what it is to a builder, a converter and a plan, and its resident state on one rank.
 
+    LayerKind     install ─ settings ─ check_layout ─ rows    how a layer is built, cut and converted
+                  snapshot_bytes ─ resident ─ refilled    what a prefix keeps of it, and what a sweep makes again
+                  operations ─ stand_ins    what its work costs, and how a plan rehearses it
     LayerState    empty ─ fork ─ before(n) ─ keep    where a state comes from, and what stays of it
                   enable_adjoints ─ newest ─ take_adjoint    how gradients reach the tokens it came from
                   absorb ─ refill ─ forget    what a capture with a graph gives, and what a sweep makes again
@@ -12,12 +15,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.conversion import Row
 from megatron_lrl.layers.layout import TokenLayout
+from megatron_lrl.runtime import Layout
 
 
 class Growth(NamedTuple):
@@ -96,4 +105,174 @@ class LayerState(ABC):
         """Let go of everything."""
 
 
-__all__ = ["Growth", "LayerState"]
+class Place(NamedTuple):
+    """A rank's share of a model: the layers of ``stage`` (None: of the stage that has most), in ``dtype``."""
+
+    arch: Architecture
+    layout: Layout
+    stage: int | None
+    dtype: torch.dtype
+
+    def layers(self, kind: str) -> int:
+        """Layers of a kind."""
+        stages = range(self.layout.pp) if self.stage is None else (self.stage,)
+        return max(self.mixers(stage).count(kind) for stage in stages)
+
+    def mixers(self, stage: int) -> tuple[str, ...]:
+        """Kinds of a stage's layers."""
+        count = self.arch.num_layers // self.layout.pp
+        return self.arch.mixers[stage * count : (stage + 1) * count]
+
+    @property
+    def has_last_layer(self) -> bool:
+        return self.stage == self.layout.pp - 1
+
+
+@dataclass(frozen=True)
+class Capture:
+    """How a prefix lies on a rank: captured chunks as [low, high), the rank's tokens of each, and how it is swept.
+
+    ``live_from``: position of the first token that is no constant. ``restarts``: positions that a sweep restarts from;
+    None: from every live chunk.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    local: tuple[int, ...]
+    live_from: int
+    restarts: frozenset[int] | None = None
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(low for low, _ in self.spans)
+
+    @property
+    def live_local(self) -> tuple[int, ...]:
+        """The rank's live tokens of each chunk."""
+        return tuple(
+            n if low >= self.live_from else 0 for n, low in zip(self.local, self.starts, strict=True)
+        )
+
+    @property
+    def live(self) -> int:
+        """The rank's live tokens."""
+        return sum(self.live_local)
+
+    @cached_property
+    def restart_count(self) -> int:
+        """States before some live chunk that are kept for its sweep; before a document's start there is none."""
+        if not self.live:
+            return 0
+        live = [low for low in self.starts if low >= self.live_from]
+        return len(live if self.restarts is None else self.restarts) - (self.live_from == 0)
+
+
+class Resident(NamedTuple):
+    """Bytes of a captured prefix: its state, and its adjoint at the peak."""
+
+    state: int
+    adjoint: int
+
+
+class Kept(NamedTuple):
+    """Bytes that a sweep needs, and nothing else keeps: before each captured chunk, and of each LastKV chunk."""
+
+    advance: int = 0
+    chunk: int = 0
+
+
+class Operations(NamedTuple):
+    """Floating-point operations of one layer's forward.
+
+    ``weights``: products with weights, a token. ``rest``: those of them that follow what the layer's state needs.
+    ``scan``: of a token's recurrence, whose backward runs it twice more before its two products. ``pair``: of one
+    (query, key) pair of attention.
+    """
+
+    weights: float
+    rest: float = 0.0
+    scan: float = 0.0
+    pair: float = 0.0
+
+
+class StandIn(NamedTuple):
+    """Stands in a rehearsal for something that depends on values, or takes long for shapes alone."""
+
+    owner: Any  # module or class
+    name: str
+    value: Any
+
+    @property
+    def path(self) -> str:
+        owner = self.owner
+        if isinstance(owner, ModuleType):
+            return f"{owner.__name__}.{self.name}"
+        return f"{owner.__module__}.{owner.__qualname__}.{self.name}"
+
+
+class LayerKind(ABC):
+    """A kind of token mixer. Stateless: a model's sizes stand in `Architecture` (`Architecture.sizes[name]`)."""
+
+    name: str
+    """In `Architecture.mixers` and `Architecture.sizes`."""
+    title: str
+    """For messages and identities."""
+    fused_norm: str
+    """The projection into which Transformer Engine fuses the layer's input norm."""
+    parameters: tuple[tuple[str, str], ...] = ()
+    """(name, regular expression) of groups of parameters whose gradients are compared as one."""
+    rows: tuple[Row, ...] = ()
+    """Conversion rows of its parameters; a family that stores them otherwise has its own (`checkpoint/table_rows`)."""
+    adjoint_in_backward = False
+    """Whether memory that a plan counts comes to life in its backward."""
+
+    @abstractmethod
+    def install(self, submodules: Any, arch: Architecture, transformer_engine: bool, norm: Any) -> None:
+        """Put the mixer's spec in the place of self-attention in a layer's submodules.
+
+        Its module runs as Megatron-Core's self-attention does, and has `grow_state` (see `PolicyLayer`). ``norm``: the
+        builder's class of norms.
+        """
+
+    def settings(self, arch: Architecture) -> dict[str, Any]:
+        """What Megatron-Core's configuration must say of it."""
+        return {}
+
+    def widths(self, arch: Architecture) -> dict[str, int]:
+        """By name, counts that tp must divide."""
+        return {}
+
+    def check_layout(self, arch: Architecture, layout: Layout) -> None:  # noqa: B027 - few kinds ask for more
+        """Raise `UserError` for a layout that cuts it where it cannot be cut, `widths` and pp apart."""
+
+    @abstractmethod
+    def snapshot_bytes(self, place: Place) -> Kept:
+        """What recomputing a chunk needs, and nothing but a sweep keeps, of all its layers."""
+
+    @abstractmethod
+    def resident(self, place: Place, capture: Capture, adjoint_dtype: torch.dtype) -> Resident:
+        """What a captured prefix holds of all its layers when the first replay begins."""
+
+    @abstractmethod
+    def refilled(self, place: Place, capture: Capture, again: Sequence[int]) -> int:
+        """Bytes that come from running chunks ``again`` forward once more, of all its layers."""
+
+    @abstractmethod
+    def operations(self, arch: Architecture) -> Operations:
+        """Work of one layer."""
+
+    def stand_ins(self) -> Sequence[StandIn]:
+        """What stands in its place where a plan rehearses it on meta tensors."""
+        return ()
+
+
+__all__ = [
+    "Capture",
+    "Growth",
+    "Kept",
+    "LayerKind",
+    "LayerState",
+    "Operations",
+    "Place",
+    "Resident",
+    "StandIn",
+]

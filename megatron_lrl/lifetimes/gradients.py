@@ -19,20 +19,22 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megatron_lrl.layers.kinds import KINDS
 from megatron_lrl.lifetimes.optim import gradient_buffers
 from megatron_lrl.runtime import Runtime
 
-_KINDS = (
-    ("embedding", r"embedding\."),
-    ("output", r"output_layer\."),
-    ("qkv", r"linear_qkv\."),
-    ("attention out", r"linear_proj\."),
-    ("router", r"router\."),
-    ("experts", r"\.experts\."),
-    ("mlp", r"linear_fc[12]\.(weight|bias)|gate_weight"),
-    ("gdn", r"self_attention\.(in_proj|conv1d|out_proj|A_log|dt_bias)"),
-    ("norms", r"norm"),
-)
+
+def _groups() -> tuple[tuple[str, str], ...]:
+    """(name, regular expression) of the groups in which parameters are compared; the first that matches counts."""
+    return (
+        ("embedding", r"embedding\."),
+        ("output", r"output_layer\."),
+        ("router", r"router\."),
+        ("experts", r"\.experts\."),
+        ("mlp", r"linear_fc[12]\.(weight|bias)|gate_weight"),
+        *(group for kind in KINDS.values() for group in kind.parameters),
+        ("norms", r"norm"),
+    )
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def compare_gradients(
     model: Any, reference: Mapping[str, Tensor], runtime: Runtime
 ) -> dict[str, GradientComparison]:
     """The model's reduced gradients against a `snapshot`, over "all" and by kind of parameter; same on every rank."""
-    kinds = ("all", *(kind for kind, _ in _KINDS))
+    kinds = ("all", *(kind for kind, _ in _groups()))
     # Index 0: dense parameters, 1: experts. a.b, a.a, b.b, (a-b).(a-b)
     sums = torch.zeros(2, len(kinds), 4, dtype=torch.float64)
     largest = torch.zeros(len(kinds), dtype=torch.float64)
@@ -94,7 +96,7 @@ def is_expert(parameter: Any) -> bool:
 
 def kind_of(name: str) -> str:
     """Which row of the report a parameter belongs to."""
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), "norms")
+    return next((kind for kind, pattern in _groups() if re.search(pattern, name)), "norms")
 
 
 def _owned(model: Any) -> Iterator[tuple[str, Tensor]]:

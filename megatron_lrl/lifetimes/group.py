@@ -182,9 +182,9 @@ class PromptGroup:
     def restarts(self) -> Restarts:
         """How the prefix is swept: where from, and what is run forward again for it (prefix.snapshot_bytes)."""
         core, layout = self.run.core(self.model), self.run.runtime.layout
-        budget, itemsize = self.run.config.prefix.snapshot_bytes, core.config.params_dtype.itemsize
+        budget, dtype = self.run.config.prefix.snapshot_bytes, core.config.params_dtype
         starts = [low for low, _ in self.spans()]
-        return plan_restarts(starts, self.live_from, core.arch, layout, itemsize, budget, self.name)
+        return plan_restarts(starts, self.live_from, core.arch, layout, dtype, budget, self.name)
 
     def _refill(self, part: Part) -> int:
         """Run chunks forward once more for what is not kept before each of them. Returns by how much the state grew."""

@@ -17,6 +17,7 @@ from megatron_lrl.checkpoint.weights import all_finite
 from megatron_lrl.errors import UserError
 from megatron_lrl.experts.balance import update_router_bias
 from megatron_lrl.experts.recorded import RoutingTotals, check_routing, routing_policy
+from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.layers.lastkv.clock import Clock
 from megatron_lrl.layers.lastkv.state import LastKVState
 from megatron_lrl.layers.sequence import SequenceState
@@ -81,7 +82,7 @@ class Run:
             tokens=hash_tokens(prefix_ids),
             start=0,
             count=len(prefix_ids),
-            attention=self.arch.attention,
+            attention=describe_attention(self.arch),
             rope=str(self.arch.rope.to_dict()),
             precision=self.config.model.dtype
             + (", float32 residuals" if core.config.fp32_residual_connection else ""),
@@ -100,7 +101,7 @@ class Run:
         """An empty state of the model's attention kind; see `SequenceState`.
 
         ``keep_from``: what a later sweep of tokens from this position on needs is kept, where that is more than the
-        layers themselves need (LastKV's own-layer keys and values, snapshots of recurrent states).
+        layers themselves need (own-layer keys and values, snapshots).
         """
         lastkv = self.arch.lastkv
         if lastkv is None:
@@ -232,7 +233,7 @@ def open_run(
     if runtime.is_main:
         print(describe_rope(arch), flush=True)
         if arch.lastkv is not None:
-            print(f"attention: {arch.attention}", flush=True)
+            print(f"attention: {describe_attention(arch)}", flush=True)
         rows = logits_rows(config, arch.vocab_size, runtime.layout.tp)
         print(f"logits: of {rows} response tokens at a time (replay.logits_chunk)", flush=True)
     model: Any = load_policy(config, runtime, arch)

@@ -1,13 +1,12 @@
 """Architecture -> Megatron-Core `TransformerConfig`, layer spec and `GPTModel`.
 
 The local spec runs everywhere; the Transformer Engine spec is taken when it is installed and a GPU is
-present. Both get `SegmentCoreAttention` as core attention.
+present. In both, layer kinds put their token mixers in place.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ import torch.nn.functional as F
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.errors import UserError
-from megatron_lrl.layers.architecture import GDN, Architecture
+from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.kinds import KINDS, kinds_of
+from megatron_lrl.layers.moe import kind as moe
 from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.runtime import DTYPES, Layout, Runtime
 from megatron_lrl.settings import Config
@@ -28,24 +29,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
-from megatron.core.tensor_parallel.layers import RowParallelLinear  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_lrl.layers.lastkv.core import LastKVCoreAttention  # noqa: E402
-from megatron_lrl.layers.moe.router import PolicyRouter  # noqa: E402
 from megatron_lrl.layers.rotary import PositionRotaryEmbedding  # noqa: E402
-from megatron_lrl.layers.softmax.core import GatedSelfAttention, SegmentCoreAttention  # noqa: E402
 from megatron_lrl.models.layer import PolicyLayer  # noqa: E402
 from megatron_lrl.models.norm import RMSNorm  # noqa: E402
-
-
-class RowParallelLinearWithBias(RowParallelLinear):
-    """The attention output projection of models that bias it while their MLP has no biases."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "bias": True})
 
 
 def use_transformer_engine() -> bool:
@@ -108,53 +98,17 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **_expert_settings(arch, layout),
-        **_recurrent_settings(arch),
+        **moe.settings(arch, layout, use_transformer_engine()),
+        **{key: value for kind in kinds_of(arch) for key, value in kind.settings(arch).items()},
     )
-
-
-def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, Any]:
-    """What Megatron-Core's layers read of the experts; the routing itself is `PolicyRouter`'s."""
-    moe = arch.moe
-    if moe is None:
-        return {}
-    return {
-        "num_moe_experts": moe.num_experts,
-        "moe_layer_freq": [int(sparse) for sparse in arch.moe_layers],
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_router_topk": moe.top_k,
-        "moe_router_score_function": moe.score,
-        "moe_router_pre_softmax": True,  # the softmax is over all experts
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": moe.shared_gate,
-        "moe_grouped_gemm": use_transformer_engine(),
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.tp,
-    }
-
-
-def _recurrent_settings(arch: Architecture) -> dict[str, Any]:
-    """Sizes of Gated DeltaNet layers, as Megatron-Core names them."""
-    gdn = arch.gdn
-    if gdn is None:
-        return {}
-    return {
-        "linear_num_key_heads": gdn.key_heads,
-        "linear_num_value_heads": gdn.value_heads,
-        "linear_key_head_dim": gdn.key_dim,
-        "linear_value_head_dim": gdn.value_dim,
-        "linear_conv_kernel_dim": gdn.conv_kernel,
-    }
 
 
 def layer_spec(arch: Architecture, transformer_engine: bool, layer: int = 0) -> ModuleSpec:
     """Transformer layer ``layer`` (0-based, of the whole model), on local or Transformer Engine modules.
 
-    Attention layers get `SegmentCoreAttention`, others Gated DeltaNet; expert layers get `PolicyRouter`.
+    Its kind puts its token mixer in place; expert layers get `PolicyRouter`.
     """
-    sparse, recurrent = arch.moe_layers[layer], arch.mixers[layer] == GDN
+    sparse, kind = arch.moe_layers[layer], KINDS[arch.mixers[layer]]
     experts = arch.moe.num_experts if sparse and arch.moe is not None else None
     norm: Any
     if transformer_engine:
@@ -168,30 +122,18 @@ def layer_spec(arch: Architecture, transformer_engine: bool, layer: int = 0) -> 
             num_experts=experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
         )
         submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
-        submodules.sharded_state_dict_keys_map = _fused_norm_names(sparse, recurrent)
-    if recurrent:
-        from megatron_lrl.layers.gdn.module import gdn_spec
-
-        submodules.self_attention = gdn_spec(arch, transformer_engine)
-    else:
-        submodules.self_attention.module = GatedSelfAttention
-        attention = submodules.self_attention.submodules
-        if arch.qk_norm and not transformer_engine:
-            attention.q_layernorm = attention.k_layernorm = norm
-        if arch.attention_output_bias:
-            attention.linear_proj = RowParallelLinearWithBias
-        attention.core_attention = SegmentCoreAttention if arch.lastkv is None else LastKVCoreAttention
+        submodules.sharded_state_dict_keys_map = _fused_norm_names(sparse, kind.fused_norm)
+    kind.install(submodules, arch, transformer_engine, norm)
     if sparse:
         assert arch.moe is not None
-        # A partial around Megatron-Core's MoELayer; only the router is ours.
-        submodules.mlp.keywords["submodules"].router = partial(PolicyRouter, spec=arch.moe)
+        moe.install(submodules, arch.moe)
     params = {"sandwich_norm": norm} if arch.sandwich_norms else {}
     return ModuleSpec(module=PolicyLayer, submodules=submodules, params=params)
 
 
-def _fused_norm_names(sparse: bool, recurrent: bool) -> dict[str, str]:
+def _fused_norm_names(sparse: bool, projection: str) -> dict[str, str]:
     """Names that distributed checkpoints give the local spec's norms: those of Transformer Engine's fused modules."""
-    names = {"input_layernorm.": f"self_attention.{'in_proj' if recurrent else 'linear_qkv'}.layer_norm_"}
+    names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"}
     return names if sparse else {**names, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -237,10 +179,6 @@ class PolicyModel(GPTModel):
         self.arch = arch
         self.position_embedding_type = "rope"
         self.rotary_pos_emb = PositionRotaryEmbedding(arch.rope, config.params_dtype, device)
-        for layer in self.decoder.layers:
-            if isinstance(layer.self_attention, GatedSelfAttention):
-                # Megatron-Core's name for the factor on cos and sin; it would derive its own from YaRN settings.
-                layer.self_attention._yarn_concentration_factor = arch.rope.attention_factor
 
 
 def build_model(

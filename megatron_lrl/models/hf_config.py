@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.layers.architecture import ATTENTION, GDN, Architecture, GDNSpec, LastKVSpec, MoESpec
+from megatron_lrl.layers.architecture import ATTENTION, Architecture, LastKVSpec, MoESpec
 from megatron_lrl.layers.rope_spec import RopeSpec, read_rope
 from megatron_lrl.models.hf_families import (
     FAMILIES,
@@ -37,9 +37,7 @@ from megatron_lrl.reading import read_object
 __all__ = [
     "ATTENTION",
     "FAMILIES",
-    "GDN",
     "Architecture",
-    "GDNSpec",
     "LastKVSpec",
     "MoESpec",
     "RopeSpec",

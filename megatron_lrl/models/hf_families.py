@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.layers.architecture import ATTENTION, GDN, GDNSpec, MoESpec
+from megatron_lrl.layers.architecture import ATTENTION, MoESpec
+from megatron_lrl.layers.gdn.sizes import GDN, GDNSpec
 from megatron_lrl.models.hf_fields import LARGEST, MOST_EXPERTS, MOST_LAYERS, boolean, integer, number
 
 __all__ = ["FAMILIES", "Family", "default_of", "family_fields", "find_family"]
@@ -123,7 +124,7 @@ def family_fields(raw: Mapping[str, Any], family: str, num_layers: int, source: 
     if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         fields |= {"output_gate": True, "zero_centered_norm": True, "carried": (r"mtp\..*",)}
         if GDN in fields["mixers"]:
-            fields["gdn"] = _delta_net(raw, family, source)
+            fields["sizes"] = {GDN: _delta_net(raw, family, source)}
     if family == "glm4":
         fields |= {"sandwich_norms": True, "fused_gate_up": True}
     if family == "glm4_moe":

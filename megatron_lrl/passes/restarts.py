@@ -16,36 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+
+import torch
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.layers.lastkv.clock import Clock
-from megatron_lrl.models.hf_config import ATTENTION, GDN, Architecture
+from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.kind import Kept, Place
+from megatron_lrl.layers.kinds import kinds_of
+from megatron_lrl.layers.lastkv.retention import again
 from megatron_lrl.runtime import Layout
 
 
-def recurrent_bytes(arch: Architecture, layout: Layout, itemsize: int, stage: int | None = None) -> int:
-    """Bytes of one sequence's recurrent states on a rank of ``stage`` (None: of the stage that has most).
-
-    ``itemsize``: of the parameter dtype, which the convolution tails have; states are float32 (float64 for float64).
-    """
-    if arch.gdn is None:
-        return 0
-    gdn, shards = arch.gdn, layout.tp * layout.cp
-    state = gdn.value_heads // shards * gdn.key_dim * gdn.value_dim * max(4, itemsize)
-    tail = gdn.conv_channels // shards * (gdn.conv_kernel - 1) * itemsize
-    return (state + tail) * _layers_of(arch, GDN, layout.pp, stage)
-
-
-def own_layer_bytes(arch: Architecture, layout: Layout, itemsize: int) -> int:
-    """Bytes of the own-layer keys and values of a whole LastKV chunk, on the rank that has most; 0 without LastKV."""
-    if arch.lastkv is None:
-        return 0
-    most = max(
-        _layers_of(arch, ATTENTION, layout.pp, stage) - (stage == layout.pp - 1) for stage in range(layout.pp)
-    )
-    tokens = -(-arch.lastkv.chunk_size // layout.cp)
-    return most * tokens * 2 * arch.num_kv_heads // layout.tp * arch.head_dim * itemsize
+def kept_bytes(arch: Architecture, layout: Layout, dtype: torch.dtype) -> Kept:
+    """What a sweep needs of all kinds of layers, each on the pipeline stage that has most."""
+    place = Place(arch, layout, None, dtype)
+    parts = [kind.snapshot_bytes(place) for kind in kinds_of(arch)]
+    return Kept(sum(part.advance for part in parts), sum(part.chunk for part in parts))
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,6 @@ class Restarts:
     parts: tuple[Part, ...]
     starts: tuple[int, ...]
     every: int
-    lastkv_chunk: int | None = None
 
     @property
     def positions(self) -> frozenset[int] | None:
@@ -72,20 +57,13 @@ class Restarts:
             return None
         return frozenset(self.starts[part.advances[0]] for part in self.parts)
 
-    @cached_property
-    def kept_chunks(self) -> frozenset[int] | None:
-        """LastKV chunks whose own-layer keys and values stay for a restart; None: all that are live."""
-        if self.positions is None or self.lastkv_chunk is None:
-            return None
-        return Clock(self.lastkv_chunk).read_from(self.positions)
-
 
 def plan_restarts(
     starts: Sequence[int],
     live_from: int,
     arch: Architecture,
     layout: Layout,
-    itemsize: int,
+    dtype: torch.dtype,
     budget: int,
     name: str,
 ) -> Restarts:
@@ -103,32 +81,29 @@ def plan_restarts(
                 units[-1].append(number)
             else:
                 units.append([number])
-    recurrent, own = recurrent_bytes(arch, layout, itemsize), own_layer_bytes(arch, layout, itemsize)
+    kept = kept_bytes(arch, layout, dtype)
     # A first unit from the middle of a LastKV chunk is a part of its own, so that later ones restart at boundaries.
     first = 1 if chunk and units and starts[units[0][0]] % chunk else 0
-    every = _every(len(units), first, max(map(len, units), default=0), recurrent, own, budget, name)
+    every = _every(len(units), first, max(map(len, units), default=0), kept, budget, name)
     if every == 1:
         parts = [Part(tuple(number for unit in units for number in unit))] if units else []
-        return Restarts(tuple(parts), tuple(starts), 1, chunk)
+        return Restarts(tuple(parts), tuple(starts), 1)
     groups = [units[:first]] if first else []
     groups += [units[i : i + every] for i in range(first, len(units), every)]
     parts = []
     for group in groups:
         advances = [number for unit in group for number in unit]
-        if arch.hybrid:
-            again = advances[:-1]
-        else:
-            # The next restart keeps the own-layer pages of a part's last chunk; forks read those of the newest two.
-            again = [number for unit in group[: -2 if group is groups[-1] else -1] for number in unit]
-        parts.append(Part(tuple(advances), tuple(again)))
-    return Restarts(tuple(parts), tuple(starts), every, chunk)
+        missing = advances[:-1] if kept.advance else again(group, newest=group is groups[-1])
+        parts.append(Part(tuple(advances), tuple(missing)))
+    return Restarts(tuple(parts), tuple(starts), every)
 
 
-def _every(units: int, first: int, longest: int, recurrent: int, own: int, budget: int, name: str) -> int:
+def _every(units: int, first: int, longest: int, kept: Kept, budget: int, name: str) -> int:
     """Units per restart, the fewest that keep the budget; the ``first`` 0 or 1 of them are a part of their own.
 
     ``longest``: most advances of a unit.
     """
+    recurrent, own = kept
 
     def most(every: int) -> int:
         if every == 1:
@@ -153,11 +128,4 @@ def _every(units: int, first: int, longest: int, recurrent: int, own: int, budge
     )
 
 
-def _layers_of(arch: Architecture, mixer: str, pp: int, stage: int | None) -> int:
-    """Layers of a kind on a stage (None: on the one that has most)."""
-    per_stage = arch.num_layers // pp
-    counts = [arch.mixers[i * per_stage : (i + 1) * per_stage].count(mixer) for i in range(pp)]
-    return max(counts) if stage is None else counts[stage]
-
-
-__all__ = ["Part", "Restarts", "own_layer_bytes", "plan_restarts", "recurrent_bytes"]
+__all__ = ["Part", "Restarts", "kept_bytes", "plan_restarts"]

@@ -10,26 +10,24 @@ few chunks through a few layers (`plan_graphs`).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
-
-import torch
 
 from megatron_lrl.checkpoint.optimizer_state import prime
 from megatron_lrl.layers.advance import token_layout
+from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.kind import Capture, Place
+from megatron_lrl.layers.kinds import kinds_of
 from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.build import configured_model
-from megatron_lrl.models.hf_config import ATTENTION, Architecture
-from megatron_lrl.passes.restarts import recurrent_bytes
-from megatron_lrl.plan.graphs import Graphs, Work, stage_kinds
+from megatron_lrl.plan.graphs import Graphs, Work
 from megatron_lrl.plan.world import PlannedRuntime, planned_world, rehearsal
-from megatron_lrl.runtime import DTYPES, Layout
+from megatron_lrl.runtime import Layout
 from megatron_lrl.settings import Config
 
 _WIDE_WORD = 8  # bytes of a recorded per-token value
@@ -39,7 +37,7 @@ _WIDE_WORD = 8  # bytes of a recorded per-token value
 class RankBytes:
     """Planned bytes of one rank.
 
-    ``state`` (with the snapshots of recurrent states) and ``adjoint`` are those of one prompt under the contract;
+    ``state`` (with its snapshots) and ``adjoint`` are those of one prompt under the contract;
     ``sampling_state`` what sampling keeps of it; ``refilled`` what a sweep makes again at a time
     (prefix.snapshot_bytes). ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all
     micro-batches in flight, with what replayed responses keep resident between the rounds of their chunks (LastKV).
@@ -136,59 +134,30 @@ class Plan:
         """Bytes of a prompt's state when the first replay begins, and of its adjoint at its peak, on this rank."""
         if contract == "conventional" or prompt < 2:
             return 0, 0
-        run, core = self.run, self.run.core(self.run.model)
-        group = self._group(prompt, contract)
-        spans, live_from = group.spans(), group.live_from
-        local = self._local_tokens(spans)
-        starts, layers = [low for low, _ in spans], self._attention_layers
-        live = sum(n for n, low in zip(local, starts, strict=True) if low >= live_from)
-        tokens, with_adjoint = layers * sum(local), layers * live
-        if (lastkv := run.arch.lastkv) is not None:
-            # The last layer's pages of every chunk on every stage; own-layer pages only of the newest chunks and of
-            # those that a sweep restarts from or recomputes, whose adjoints exist for two chunks at a time.
-            chunks = [low // lastkv.chunk_size for low in starts]
-            own_layers = layers - 1 if core.post_process else layers
-            kept = self._own_chunks(group)
-            own = sum(n for n, chunk in zip(local, chunks, strict=True) if chunk in kept)
-            by_chunk = [0] * (chunks[-1] + 2)
-            for n, low, chunk in zip(local, starts, chunks, strict=True):
-                by_chunk[chunk] += n if low >= live_from else 0
-            pairs = max(a + b for a, b in pairwise(by_chunk))
-            tokens, with_adjoint = sum(local) + own_layers * own, live + own_layers * pairs
-        config = core.config
-        wide = accumulate_dtype(config.params_dtype)
-        state = tokens * self._token_elements * config.params_dtype.itemsize
-        adjoint = with_adjoint * self._token_elements * wide.itemsize
-        if not run.arch.hybrid:
-            return state, adjoint
-        # Recurrent layers: the newest state, and snapshots; the adjoint is one state, whatever the length.
-        restarts = group.restarts()
-        snapshots = 0
-        if live:
-            every = [low for low in starts if low >= live_from]
-            snapshots = len(every if restarts.positions is None else restarts.positions) - (live_from == 0)
-        state += self._recurrent_bytes(config.params_dtype) * (1 + snapshots)
-        return state, adjoint + (self._recurrent_bytes(wide) if live else 0)
+        wide = accumulate_dtype(self._place.dtype)
+        capture = self._capture(prompt, contract)
+        parts = [kind.resident(self._place, capture, wide) for kind in kinds_of(self.run.arch)]
+        return sum(part.state for part in parts), sum(part.adjoint for part in parts)
 
     def refilled(self, prompt: int, contract: str) -> int:
         """Bytes that a sweep makes again at a time, where ``prefix.snapshot_bytes`` asks for few restarts."""
         if contract == "conventional" or prompt < 2 or not self.run.config.prefix.snapshot_bytes:
             return 0
-        core, lastkv = self.run.core(self.run.model), self.run.arch.lastkv
+        capture, kinds = self._capture(prompt, contract), kinds_of(self.run.arch)
+        return max(
+            (
+                sum(kind.refilled(self._place, capture, part.again) for kind in kinds)
+                for part in self._group(prompt, contract).restarts().parts
+            ),
+            default=0,
+        )
+
+    def _capture(self, prompt: int, contract: str) -> Capture:
         group = self._group(prompt, contract)
         spans = group.spans()
-        kept = None if lastkv is None else self._own_chunks(group)
-        most, own_layers = 0, self._attention_layers - core.post_process
-        for part in group.restarts().parts:
-            tokens = 0
-            if kept is not None and lastkv is not None:
-                again_spans = [spans[i] for i in part.again]
-                tokens = sum(
-                    self._local_tokens([s for s in again_spans if s[0] // lastkv.chunk_size not in kept])
-                )
-            again = len(part.again) * self._recurrent_bytes(self._dtype)
-            most = max(most, again + own_layers * tokens * self._token_elements * self._dtype.itemsize)
-        return most
+        return Capture(
+            tuple(spans), tuple(self._local_tokens(spans)), group.live_from, group.restarts().positions
+        )
 
     def _group(self, prompt: int, contract: str) -> PromptGroup:
         """A group that is never captured: it knows where its chunks lie. Its ids take no room, however many."""
@@ -205,38 +174,11 @@ class Plan:
         local = {n: token_layout(core, empty, [n]).local_tokens for n in lengths}
         return [local[high - low] for low, high in spans]
 
-    def _own_chunks(self, group: PromptGroup) -> Container[int]:
-        """LastKV chunks whose own-layer keys and values a captured prefix keeps."""
-        spans, lastkv, live_from = group.spans(), self.run.arch.lastkv, group.live_from
-        assert lastkv is not None
-        newest = spans[-1][0] // lastkv.chunk_size
-        if live_from >= spans[-1][1]:
-            return range(newest - 1, newest + 1)
-        kept = group.restarts().kept_chunks
-        if kept is None:
-            return range(live_from // lastkv.chunk_size - 1, newest + 1)
-        return kept | {newest - 1, newest}
-
     @property
-    def _token_elements(self) -> int:
-        """Of the keys and values of one token in one layer."""
-        config = self.run.core(self.run.model).config
-        return 2 * config.kv_channels * config.num_query_groups // config.tensor_model_parallel_size
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return DTYPES[self.run.config.model.dtype]
-
-    @property
-    def _attention_layers(self) -> int:
-        """Of this stage."""
-        kinds = stage_kinds(self.run.arch, self.run.runtime.layout.pp, self.run.runtime.pp_rank)
-        return sum(kind.mixer == ATTENTION for kind in kinds)
-
-    def _recurrent_bytes(self, dtype: torch.dtype) -> int:
-        """One state of this stage's recurrent layers."""
-        runtime = self.run.runtime
-        return recurrent_bytes(self.run.arch, runtime.layout, dtype.itemsize, runtime.pp_rank)
+    def _place(self) -> Place:
+        run = self.run
+        dtype = run.core(run.model).config.params_dtype
+        return Place(run.arch, run.runtime.layout, run.runtime.pp_rank, dtype)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 Counted are matrix products: 2 per weight and token forward, twice that backward; attention 4 h d per (query, key) pair
 and layer forward, 2.5 times that backward, 1.5 times where the keys are constant (three of five products); the head
-computes its logits again in the backward. The delta rule of Gated DeltaNet layers is counted by its blocks of 64
-tokens; its backward runs it twice more before the two products of each. Of experts, the top k and the shared one
-count. Pipeline bubbles, communication, norms, the optimizer and snapshots that a sweep makes again are left out.
+computes its logits again in the backward. Layer kinds count their own (`LayerKind.operations`). Of experts, the top k
+and the shared one count. Pipeline bubbles, communication, norms, the optimizer and snapshots that a sweep makes again
+are left out.
 
 Symbols as everywhere: P prompt tokens (the prefix is P - 1), R response tokens, G responses of a prompt.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_lrl.models.hf_config import ATTENTION, Architecture
-
-_BLOCK = 64  # tokens of a block of the delta rule
+from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.kind import Operations
+from megatron_lrl.layers.kinds import KINDS
+from megatron_lrl.layers.moe import kind as moe
 
 
 @dataclass(frozen=True)
@@ -53,23 +54,20 @@ def break_even_group(ours: Cost, conventional: Cost) -> int | None:
 
 
 class _Tokens:
-    """Operations of the whole model. ``state_only``: without what follows the last layer's keys and values, or its
-    recurrent state."""
+    """Operations of the whole model. ``state_only``: without what follows the last layer's state."""
 
     def __init__(self, arch: Architecture) -> None:
-        self._arch = arch
-        queries = arch.num_heads * arch.head_dim
-        self._pair = 4.0 * queries
+        layers = [
+            (KINDS[mixer].operations(arch), moe.operations(arch) if sparse else _dense(arch))
+            for mixer, sparse in zip(arch.mixers, arch.moe_layers, strict=True)
+        ]
         self._head = 2.0 * arch.hidden_size * arch.vocab_size
-        self._attention = arch.mixers.count(ATTENTION)
-        layers = list(zip(arch.mixers, arch.moe_layers, strict=True))
-        self._linear = sum(self._mixer(mixer) + self._mlp(sparse) for mixer, sparse in layers)
-        self._rule = self._delta_rule() * (arch.num_layers - self._attention)
+        self._linear = sum(mixer.weights + mlp.weights for mixer, mlp in layers)
+        self._rule = sum(mixer.scan for mixer, _ in layers)
+        self._pair = sum(mixer.pair for mixer, _ in layers)
         # What the last layer leaves out where only its state is wanted.
-        self._ends_in_attention = arch.mixers[-1] == ATTENTION
-        self._rest = self._mlp(arch.moe_layers[-1])
-        if self._ends_in_attention:
-            self._rest += 2.0 * arch.hidden_size * queries  # the output projection
+        last, last_mlp = layers[-1]
+        self._rest, self._last_pair = last.rest + last_mlp.rest, last.pair
 
     def forward(self, count: int, state_only: bool = False) -> float:
         return self._weights(count, state_only) + count * self._rule + self._causal(count, state_only)
@@ -83,8 +81,8 @@ class _Tokens:
         )
 
     def pairs(self, count: int, state_only: bool = False) -> float:
-        """Attention of so many (query, key) pairs in every attention layer, forward."""
-        return count * self._pair * (self._attention - (state_only and self._ends_in_attention))
+        """Attention of so many (query, key) pairs in every layer that has such, forward."""
+        return count * (self._pair - (self._last_pair if state_only else 0.0))
 
     def head(self, count: int) -> float:
         """Forward, the same again in the backward, and the backward's two products."""
@@ -96,29 +94,8 @@ class _Tokens:
     def _causal(self, count: int, state_only: bool) -> float:
         return self.pairs(1, state_only) * count * (count + 1) / 2
 
-    def _mixer(self, mixer: str) -> float:
-        """Projections of a token; of Gated DeltaNet also the convolution."""
-        arch, gdn = self._arch, self._arch.gdn
-        if mixer == ATTENTION:
-            queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-            return 2.0 * arch.hidden_size * ((3 if arch.output_gate else 2) * queries + 2 * keys)
-        assert gdn is not None
-        values = gdn.value_heads * gdn.value_dim
-        projected = gdn.conv_channels + 2 * values + 2 * gdn.value_heads  # q k v, z, b a; and out
-        return 2.0 * arch.hidden_size * projected + 2.0 * gdn.conv_channels * gdn.conv_kernel
 
-    def _mlp(self, sparse: bool) -> float:
-        arch, moe = self._arch, self._arch.moe
-        if not sparse:
-            return 6.0 * arch.hidden_size * arch.ffn_hidden_size
-        assert moe is not None
-        width = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
-        return 2.0 * arch.hidden_size * (3 * width + moe.num_experts + moe.shared_gate)
-
-    def _delta_rule(self) -> float:
-        """Of a token in one layer: k k', q k', the triangular solve, attention within the block, and three products
-        with the state."""
-        if (gdn := self._arch.gdn) is None:
-            return 0.0
-        k, v, c = gdn.key_dim, gdn.value_dim, _BLOCK
-        return float(gdn.value_heads * (4 * c * k + c * (k + v) + 2 * c * v + 6 * k * v))
+def _dense(arch: Architecture) -> Operations:
+    """A dense MLP: gate, up and down."""
+    weights = 6.0 * arch.hidden_size * arch.ffn_hidden_size
+    return Operations(weights, rest=weights)

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.experts.recorded import check_routing
+from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.lifetimes.run import Run, read_model_architecture
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.models.layout_check import check_layout
@@ -179,7 +180,8 @@ def _text(config: Config, arch: Architecture, request: Request, stages: Sequence
     dp = request.world // (parallel.tp * parallel.cp * parallel.pp)
     lines = [
         f"{arch.family}, {arch.num_layers} layers, hidden {arch.hidden_size}, {config.model.dtype}, attention "
-        f"{arch.attention}; {request.world} ranks: tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, dp {dp}"
+        f"{describe_attention(arch)}; "
+        f"{request.world} ranks: tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, dp {dp}"
         + (f", ep {parallel.ep}" if arch.moe is not None else ""),
         f"prompt P = {work.prompt}, response R = {work.response}, group G = {work.group}, K = {work.at_once} at once, "
         f"chunk Z = {config.prefix.chunk_size}, contract {contract}",

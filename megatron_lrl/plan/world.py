@@ -21,26 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lrl import platform_cpu
-from megatron_lrl.layers.softmax import kernels
 from megatron_lrl.runtime import Layout, Runtime, check_world, model_parallel_groups, shutdown_runtime
 
 platform_cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
 from megatron.core.utils import GlobalMemoryBuffer  # noqa: E402
 
-from megatron_lrl.layers.gdn import delta_rule  # noqa: E402
+from megatron_lrl.layers.kinds import kinds_of, stand_ins  # noqa: E402
 from megatron_lrl.models.meta import META, OnMeta  # noqa: E402
 from megatron_lrl.passes import schedule  # noqa: E402
 from megatron_lrl.plan.memo import ShapeMemo  # noqa: E402
-from megatron_lrl.plan.stand_ins import (  # noqa: E402
-    PlannedDeltaRule,
-    even_dispatch,
-    shapes_of_attention_backward,
-    shapes_of_blocks,
-)
 
 T = TypeVar("T")
 
@@ -49,11 +41,8 @@ REPLACED_NAMES = (
     "torch.distributed.all_gather_object",
     "megatron.core.parallel_state._GLOBAL_MEMORY_BUFFER",
     "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
-    "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess",
-    "megatron_lrl.layers.softmax.kernels.attend_backward",
     "megatron_lrl.passes.schedule.get_forward_backward_func",
-    "megatron_lrl.layers.gdn.delta_rule._DeltaRule",
-    "megatron_lrl.layers.gdn.delta_rule._blocks",
+    *(stand_in.path for stand_in in stand_ins()),
 )
 """What a rehearsal replaces while its block is open; a test holds that each exists and comes back."""
 
@@ -109,7 +98,7 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
     """Everything built and run in the block is planned: shapes, dtypes and graphs are real, values do not exist.
 
     ``in_flight``: graphs that this pipeline stage holds at once (1F1B). Passes through `run_schedule` return no
-    data. A backward runs only where something that a plan counts comes to life in it: in Gated DeltaNet layers.
+    data. A backward runs only where something that a plan counts comes to life in it (`LayerKind.adjoint_in_backward`).
     """
     plain_type: Callable[..., Any] = torch.Tensor.type
 
@@ -134,10 +123,8 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
         # No dropout: random states are neither read nor moved on.
         stack.enter_context(_replaced(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()))
         stack.enter_context(_replaced(schedule, "get_forward_backward_func", lambda: _one_stage(in_flight)))
-        stack.enter_context(_replaced(MoEAlltoAllTokenDispatcher, "preprocess", even_dispatch))
-        stack.enter_context(_replaced(kernels, "attend_backward", shapes_of_attention_backward))
-        stack.enter_context(_replaced(delta_rule, "_DeltaRule", PlannedDeltaRule))
-        stack.enter_context(_replaced(delta_rule, "_blocks", shapes_of_blocks))
+        for stand_in in stand_ins():
+            stack.enter_context(_replaced(*stand_in))
         stack.enter_context(OnMeta(ShapeMemo().call))
         yield
 
@@ -151,11 +138,12 @@ def _one_stage(in_flight: int) -> Callable[..., list[Any]]:
         stage = model[0]
         core = stage.module if hasattr(stage, "module") else stage
         held: deque[Tensor] = deque()
+        backward = any(kind.adjoint_in_backward for kind in kinds_of(core.arch))
         hook = core.register_forward_pre_hook(_receive, with_kwargs=True)
 
         def end_oldest() -> None:
             output = held.popleft()
-            if core.arch.hybrid and output.requires_grad:
+            if backward and output.requires_grad:
                 output.backward(torch.zeros_like(output))
 
         try:

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lrl.checkpoint import ops
+from megatron_lrl.layers import conversion as ops
+from megatron_lrl.layers.gdn import rows as gdn
+from megatron_lrl.layers.softmax.rows import InterleaveQkv
 
 sizes = st.integers(1, 4)
 
@@ -52,7 +54,7 @@ def test_qkv_is_interleaved_per_group(
         parts = [(t + 10_000.0 * i).reshape(groups, -1, *tail) for i, t in enumerate((q, k, v))]
         return torch.cat(parts, dim=1).reshape(-1, *tail).chunk(tp)[rank]
 
-    _check(ops.InterleaveQkv(groups * ratio, groups, head_dim), [q, k, v], tp, expected)
+    _check(InterleaveQkv(groups * ratio, groups, head_dim), [q, k, v], tp, expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -68,7 +70,7 @@ def test_gated_queries_come_apart_per_group(groups_per_rank: int, tp: int, ratio
         parts = [heads[:, :, 0].flatten(1, 2), heads[:, :, 1].flatten(1, 2), *kv]
         return torch.cat(parts, dim=1).flatten(0, 1).chunk(tp)[rank]
 
-    _check(ops.InterleaveQkv(groups * ratio, groups, head_dim, gated=True), [q, k, v], tp, expected)
+    _check(InterleaveQkv(groups * ratio, groups, head_dim, gated=True), [q, k, v], tp, expected)
 
 
 gdn_sizes = {
@@ -80,9 +82,9 @@ gdn_sizes = {
 }
 
 
-def _gdn(keys_per_rank: int, tp: int, ratio: int, key_dim: int, value_dim: int) -> tuple[ops.GdnHeads, int, int]:
+def _gdn(keys_per_rank: int, tp: int, ratio: int, key_dim: int, value_dim: int) -> tuple[gdn.GdnHeads, int, int]:
     keys = keys_per_rank * tp
-    return ops.GdnHeads(keys, keys * ratio, key_dim, value_dim), keys * key_dim, keys * ratio * value_dim
+    return gdn.GdnHeads(keys, keys * ratio, key_dim, value_dim), keys * key_dim, keys * ratio * value_dim
 
 
 def _per_rank(tensors: list[torch.Tensor], rank: int, tp: int) -> torch.Tensor:
@@ -97,7 +99,7 @@ def test_flat_recurrent_inputs_are_cut_by_head(tp: int, **sizes: int) -> None:
     qkv, z = _numbered(2 * keys + values, 3), _numbered(values, 3)
     b, a = _numbered(heads.value_heads, 3), _numbered(heads.value_heads, 3)
     parts = [*qkv.split([keys, keys, values]), z + 10_000.0, b + 20_000.0, a + 30_000.0]
-    _check(ops.GdnInputFlat(heads), [qkv, z, b, a], tp, lambda rank: _per_rank(parts, rank, tp))
+    _check(gdn.GdnInputFlat(heads), [qkv, z, b, a], tp, lambda rank: _per_rank(parts, rank, tp))
 
 
 @settings(max_examples=40, deadline=None)
@@ -110,7 +112,7 @@ def test_grouped_recurrent_inputs_are_cut_by_head(tp: int, **sizes: int) -> None
     q, k, v, z = qkvz.view(heads.key_heads, -1, 3).split([heads.key_dim, heads.key_dim, wide, wide], dim=1)
     b, a = (ba + 10_000.0).view(heads.key_heads, -1, 3).split([heads.ratio, heads.ratio], dim=1)
     parts = [part.flatten(0, 1) for part in (q, k, v, z, b, a)]
-    _check(ops.GdnInputGrouped(heads), [qkvz, ba], tp, lambda rank: _per_rank(parts, rank, tp))
+    _check(gdn.GdnInputGrouped(heads), [qkvz, ba], tp, lambda rank: _per_rank(parts, rank, tp))
 
 
 @settings(max_examples=30, deadline=None)
@@ -119,7 +121,7 @@ def test_convolution_channels_are_cut_by_head(tp: int, **sizes: int) -> None:
     heads, keys, values = _gdn(tp=tp, **sizes)
     channels = _numbered(2 * keys + values, 1, 4)
     parts = list(channels.split([keys, keys, values]))
-    _check(ops.GdnConvolution(heads), [channels], tp, lambda rank: _per_rank(parts, rank, tp))
+    _check(gdn.GdnConvolution(heads), [channels], tp, lambda rank: _per_rank(parts, rank, tp))
 
 
 @settings(max_examples=30, deadline=None)
@@ -195,10 +197,10 @@ def test_padding_never_reaches_the_inverse() -> None:
     [
         ops.Split(5),
         ops.FuseGateUp(5),
-        ops.InterleaveQkv(10, 5, 2),
-        ops.InterleaveQkv(5, 2, 4),
-        ops.GdnInputFlat(ops.GdnHeads(3, 6, 2, 2)),
-        ops.GdnConvolution(ops.GdnHeads(2, 5, 2, 2)),
+        InterleaveQkv(10, 5, 2),
+        InterleaveQkv(5, 2, 4),
+        gdn.GdnInputFlat(gdn.GdnHeads(3, 6, 2, 2)),
+        gdn.GdnConvolution(gdn.GdnHeads(2, 5, 2, 2)),
     ],
 )
 def test_uneven_parts_are_refused(op: ops.Op) -> None:

@@ -20,9 +20,9 @@ from oracle import hf_oracle
 from oracle.tiny_families import FAMILIES, HYBRID_CASES, MORE_CASES, WRAPPERS
 from oracle.tiny_models import write_case
 
+from megatron_lrl.layers.gdn.sizes import GDN, sizes_of
 from megatron_lrl.models.hf_config import (
     ATTENTION,
-    GDN,
     Architecture,
     architecture_from_dict,
     read_architecture,
@@ -81,10 +81,10 @@ def _check_attention(arch: Architecture, attention: Any) -> None:
 
 
 def _check_delta_net(arch: Architecture, layer: Any) -> None:
-    assert arch.gdn is not None
-    assert (arch.gdn.key_heads, arch.gdn.value_heads) == (layer.num_k_heads, layer.num_v_heads)
-    assert (arch.gdn.key_dim, arch.gdn.value_dim) == (layer.head_k_dim, layer.head_v_dim)
-    assert (arch.gdn.conv_channels, 1, arch.gdn.conv_kernel) == tuple(layer.conv1d.weight.shape)
+    sizes = sizes_of(arch)
+    assert (sizes.key_heads, sizes.value_heads) == (layer.num_k_heads, layer.num_v_heads)
+    assert (sizes.key_dim, sizes.value_dim) == (layer.head_k_dim, layer.head_v_dim)
+    assert (sizes.conv_channels, 1, sizes.conv_kernel) == tuple(layer.conv1d.weight.shape)
 
 
 def _check_mixture(arch: Architecture, mlp: Any) -> None:
@@ -144,7 +144,7 @@ def test_absent_fields_take_transformers_defaults(family: str) -> None:
             == tuple(kinds[kind] for kind in config.layer_types)
             == ((GDN,) * 3 + (ATTENTION,)) * 2
         )
-        assert arch.gdn is not None and arch.gdn.key_heads == config.linear_num_key_heads
+        assert sizes_of(arch).key_heads == config.linear_num_key_heads
     if family == "glm4_moe":
         assert arch.moe_layers == (False,) + (True,) * 7 and arch.carried == (r"model\.layers\.8\..*",)
     if arch.moe is not None:

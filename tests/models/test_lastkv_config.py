@@ -19,6 +19,7 @@ from oracle.tiny_models import FAMILIES
 from megatron_lrl.checkpoint.binding import bind
 from megatron_lrl.checkpoint.table import check_names, conversion_table, is_gate
 from megatron_lrl.errors import UserError
+from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.models.build import build_model
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, architecture_from_dict
 from megatron_lrl.runtime import Layout, runtime_scope
@@ -45,13 +46,13 @@ def _read(family: str = "llama", **lastkv: Any) -> Architecture:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_key_is_read_and_written_back(family: str) -> None:
     plain = _read(family)
-    assert plain.lastkv is None and plain.attention == "full" and "lastkv" not in plain.to_dict()
+    assert plain.lastkv is None and describe_attention(plain) == "full" and "lastkv" not in plain.to_dict()
     for value, words in (
         ({"chunk_size": 512, "blend": True}, "lastkv C=512 blend"),
         ({"chunk_size": 1, "blend": False}, "lastkv C=1"),
     ):
         arch = _read(family, **value)
-        assert arch.lastkv == LastKVSpec(**value) and arch.attention == words
+        assert arch.lastkv == LastKVSpec(**value) and describe_attention(arch) == words
         assert arch.to_dict()["lastkv"] == arch.raw["lastkv"] == arch.lastkv.to_dict() == value
         assert architecture_from_dict(arch.raw) == arch
         converted = plain.with_lastkv(LastKVSpec(**value))
@@ -68,7 +69,9 @@ def test_chunk_size_and_blend_are_part_of_the_fingerprint() -> None:
         _read(chunk_size=9, blend=True),
     ]
     for one, other in combinations(kinds, 2):
-        assert one.fingerprint() != other.fingerprint() and one.attention != other.attention
+        assert one.fingerprint() != other.fingerprint() and describe_attention(one) != describe_attention(
+            other
+        )
     assert kinds[1].fingerprint() == _read(chunk_size=8, blend=True).fingerprint()
 
 
@@ -117,7 +120,8 @@ def test_gates_are_in_the_table_and_in_the_model_with_the_key_only(family: str) 
         assert torch.equal(entry.op.from_shards(shards, entry.hf_shapes)[0], gate_M)
 
     names = {
-        arch.attention: [n for e in conversion_table(arch) for n in e.hf_names] for arch in (plain, lastkv)
+        describe_attention(arch): [n for e in conversion_table(arch) for n in e.hf_names]
+        for arch in (plain, lastkv)
     }
     with pytest.raises(
         UserError, match=r"3 tensor\(s\) missing, first: model\.layers\.0\.self_attn\.lastkv_gate"

@@ -18,12 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.layers.gdn.sizes import GDN, GDNSpec
 from megatron_lrl.models.build import check_layout as check_layout_of_build
 from megatron_lrl.models.hf_config import (
     ATTENTION,
-    GDN,
     Architecture,
-    GDNSpec,
     LastKVSpec,
     MoESpec,
     architecture_from_dict,
@@ -124,7 +123,9 @@ MIXTURE = replace(
     moe=MoESpec(num_experts=12, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40),
     moe_layers=(False,) + (True,) * 5,
 )
-HYBRID = replace(ARCH, gdn=GDNSpec(4, 8, 8, 8, 4), mixers=(GDN, GDN, ATTENTION, GDN, ATTENTION, ATTENTION))
+HYBRID = replace(
+    ARCH, sizes={GDN: GDNSpec(4, 8, 8, 8, 4)}, mixers=(GDN, GDN, ATTENTION, GDN, ATTENTION, ATTENTION)
+)
 
 
 @given(
@@ -153,7 +154,7 @@ def test_mixtures_are_cut_by_expert_and_by_width(
 
 @given(tp=st.integers(1, 9), cp=st.integers(1, 9), key_heads=st.integers(1, 8), repeat=st.integers(1, 3))
 def test_delta_net_heads_are_dealt_over_tp_and_cp(tp: int, cp: int, key_heads: int, repeat: int) -> None:
-    arch = replace(HYBRID, gdn=GDNSpec(key_heads, key_heads * repeat, 8, 8, 4))
+    arch = replace(HYBRID, sizes={GDN: GDNSpec(key_heads, key_heads * repeat, 8, 8, 4)})
     attention = equal_parts(arch.num_kv_heads, tp) and equal_parts(arch.ffn_hidden_size, tp)
     dealt = equal_parts(key_heads, tp * cp) and equal_parts(key_heads * repeat, tp * cp)
     assert accepts(arch, Layout(tp=tp, cp=cp)) == (attention and dealt)
@@ -193,7 +194,7 @@ def test_with_lastkv_every_stage_of_a_hybrid_holds_attention() -> None:
         ),
         (HYBRID, Layout(tp=2, cp=4), "valid with this model and parallel.tp = 2: 1, 2"),
         (
-            replace(HYBRID, gdn=GDNSpec(2, 8, 8, 8, 4)),
+            replace(HYBRID, sizes={GDN: GDNSpec(2, 8, 8, 8, 4)}),
             Layout(tp=4),
             "parallel.tp = 4 must divide the model's Gated DeltaNet key heads (2); valid with this model: 1, 2",
         ),

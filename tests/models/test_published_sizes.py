@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from megatron_lrl.layers.gdn.sizes import sizes_of
 from megatron_lrl.models.hf_config import ATTENTION, Architecture, architecture_from_dict, describe_rope
 
 QWEN36_27B: dict[str, Any] = {
@@ -118,12 +119,10 @@ def parameters(arch: Architecture) -> int:
             total += (projected if arch.qkv_bias else 0) + (hidden if arch.attention_output_bias else 0)
             total += 2 * head if arch.qk_norm else 0
         else:
-            assert arch.gdn is not None
-            values = arch.gdn.value_heads * arch.gdn.value_dim
-            total += hidden * (arch.gdn.conv_channels + 2 * values + 2 * arch.gdn.value_heads)
-            total += (
-                arch.gdn.conv_channels * arch.gdn.conv_kernel + 2 * arch.gdn.value_heads + arch.gdn.value_dim
-            )
+            gdn = sizes_of(arch)
+            values = gdn.value_heads * gdn.value_dim
+            total += hidden * (gdn.conv_channels + 2 * values + 2 * gdn.value_heads)
+            total += gdn.conv_channels * gdn.conv_kernel + 2 * gdn.value_heads + gdn.value_dim
         if is_moe:
             assert arch.moe is not None
             width = arch.moe.num_experts * arch.moe.ffn_hidden_size + arch.moe.shared_ffn_hidden_size

@@ -23,12 +23,14 @@ from oracle.tiny_families import HYBRID_CASES, MOE_CASES, THREE_TO_ONE
 from oracle.tiny_models import make_hf_dir
 
 from megatron_lrl.config import load_config
+from megatron_lrl.layers.moe.kind import even_dispatch
 from megatron_lrl.lifetimes.run import read_model_architecture
 from megatron_lrl.models.hf_config import read_architecture
-from megatron_lrl.plan import stand_ins
+from megatron_lrl.passes.restarts import kept_bytes
 from megatron_lrl.plan.bytes import Plan, Work, open_plan_of_stage, stages_that_differ
 from megatron_lrl.plan.cost import window_cost
 from megatron_lrl.plan.graphs import Kind, short_stage
+from megatron_lrl.runtime import Layout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORK = (90, 13, 4, 2)
@@ -110,7 +112,7 @@ def test_fewer_snapshots_are_kept_and_some_made_again(session_dir: Path) -> None
         )
         with open_plan_of_stage(config, read_architecture(folder), 1, 0) as plan:
             planned.append(plan.bytes_of(Work(*WORK), "exact"))
-            one = plan._recurrent_bytes(torch.float32)
+            one = kept_bytes(read_architecture(folder), Layout(), torch.float32).advance
     every, few = planned
     # 6 chunks; the first starts from nothing. 30,000 bytes hold 4 states: a snapshot before chunks 0, 2, 4.
     assert one == 2 * 4 * (8 * 8 * 8 + (2 * 4 * 8 + 8 * 8) * 3) and 4 * one <= 30_000 < 5 * one
@@ -140,7 +142,7 @@ def test_even_dispatch_loses_no_row(rows: int, ep: int, tp: int, local: int) -> 
         def _maybe_update_cuda_sync_point(self, _point: str) -> None: ...
 
     one = Dispatcher()
-    received = stand_ins.even_dispatch(one, torch.zeros(rows, ep * local, dtype=torch.bool))
+    received = even_dispatch(one, torch.zeros(rows, ep * local, dtype=torch.bool))
     assert received.sum() == tp * 2 * rows and len(received) == local
     assert received.max() - received.min() <= tp * ep
     if local > 1:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import World, run_world
 from oracle.tiny_models import make_hf_dir
 
 from megatron_lrl.config import load_config
 from megatron_lrl.lifetimes.run import read_model_architecture
-from megatron_lrl.passes.restarts import own_layer_bytes
+from megatron_lrl.passes.restarts import kept_bytes
 from megatron_lrl.plan.bytes import Work, open_plan_of_stage, stages_that_differ
 from megatron_lrl.runtime import Layout
 
@@ -67,7 +68,7 @@ def test_planned_bytes_are_measured_bytes(
         f"replay.concurrent={CONCURRENT}",
     ]
     arch = read_model_architecture(load_config("/dev/null", settings))
-    budget = chunks * own_layer_bytes(arch, Layout(world.tp, world.cp, world.pp), 4)
+    budget = chunks * kept_bytes(arch, Layout(world.tp, world.cp, world.pp), torch.float32).chunk
     settings += [f"prefix.snapshot_bytes={budget}"]
     works = [[prompt, RESPONSE, GROUP, CONCURRENT] for prompt in PROMPTS]
     ranks = run_world(

@@ -205,7 +205,7 @@ def _kept(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return index_N.to(device, non_blocking=True)
 
 
-def gdn_spec(arch: Any, transformer_engine: bool) -> ModuleSpec:
+def gdn_spec(transformer_engine: bool) -> ModuleSpec:
     """The spec of a Gated DeltaNet mixer, for the place of a layer's self-attention."""
     in_proj: Any = ColumnParallelLinear
     out_proj: Any = RowParallelLinear

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -68,8 +69,21 @@ class SegmentCoreAttention(MegatronModule):
         advance.state.layer(self.layer_number, KVLayer).append(k_mhd, v_mhd, advance.layout.pieces)
 
 
+class RowParallelLinearWithBias(RowParallelLinear):
+    """The attention output projection of models that bias it while their MLP has no biases."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "bias": True})
+
+
 class GatedSelfAttention(SelfAttention):
     """Megatron-Core's self-attention with the output gate in the activation dtype, as transformers has it."""
+
+    def __init__(self, *args: Any, rope_factor: float = 1.0, **kwargs: Any) -> None:
+        """``rope_factor``: on cos and sin."""
+        super().__init__(*args, **kwargs)
+        # Megatron-Core's name for it; it would derive its own from YaRN settings.
+        self._yarn_concentration_factor = rope_factor
 
     def grow_state(
         self, normed_smh: Tensor, angles: Tensor | tuple[Tensor, Tensor], advance: AdvanceContext

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from layers.lastkv.tiny import around_boundaries
 from megatron_lrl.models.hf_config import read_architecture
-from megatron_lrl.passes.restarts import own_layer_bytes, recurrent_bytes
+from megatron_lrl.passes.restarts import kept_bytes
 from megatron_lrl.runtime import Layout
 
 CASE, CHUNK, LIVE = "qwen3_5", 5, 4
@@ -65,8 +65,9 @@ def test_grad_of_a_lastkv_hybrid(world: World, hf: Path, expected: Any, tmp_path
     wide, cases, outs = world == ONE, [], {}
     trajectories = str(write_jsonl(tmp_path / "t.jsonl", around_boundaries(CHUNK)))
     # Prompts of three chunks, captured in three pieces each, get two restarts: what these and one part take.
-    arch, layout, itemsize = read_architecture(hf), Layout(world.tp, world.cp, world.pp), 8 if wide else 4
-    few = 3 * own_layer_bytes(arch, layout, itemsize) + 7 * recurrent_bytes(arch, layout, itemsize)
+    layout = Layout(world.tp, world.cp, world.pp)
+    kept = kept_bytes(read_architecture(hf), layout, torch.float64 if wide else torch.float32)
+    few = 3 * kept.chunk + 7 * kept.advance
     variants = [(contract, 7, 2, 0) for contract in CONTRACTS] + [("exact", 2, 3, few)]
     for contract, capture, concurrent, snapshots in variants:
         out = outs[contract, capture] = tmp_path / f"{contract}-{capture}.safetensors"

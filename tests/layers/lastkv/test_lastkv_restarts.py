@@ -26,7 +26,7 @@ from layers.lastkv.tiny import LAYERS, VOCAB, lastkv_run, token_ids, write_lastk
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.advance import advance
 from megatron_lrl.models.hf_config import read_architecture
-from megatron_lrl.passes.restarts import own_layer_bytes, plan_restarts
+from megatron_lrl.passes.restarts import kept_bytes, plan_restarts
 from megatron_lrl.runtime import Layout, Runtime
 
 C = 8
@@ -45,9 +45,9 @@ def settings(contract: str, capture: int, budget: int, live: int = 9 * C + 5) ->
     ]
 
 
-def chunk_bytes(hf: Path, layout: Layout, itemsize: int = 4) -> int:
+def chunk_bytes(hf: Path, layout: Layout, dtype: torch.dtype = torch.float32) -> int:
     """Own-layer keys and values of one chunk, on the rank that has most."""
-    return own_layer_bytes(read_architecture(hf), layout, itemsize)
+    return kept_bytes(read_architecture(hf), layout, dtype).chunk
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_stays(
     prefix: int, contract: str, chunks: int, held: set[int], models: Path, runtime: Runtime, report: Any
 ) -> None:
     hf = write_lastkv(models, "llama", C)
-    one = chunk_bytes(hf, Layout(), 8)
+    one = chunk_bytes(hf, Layout(), torch.float64)
     live = 8 * C + C // 2
     with lastkv_run(runtime, hf, *settings(contract, 5, chunks * one, live), gradients=True) as run:
         with run.update_window() as opened, opened.prompt_group("g", token_ids(prefix + 1, 1)) as group:
@@ -129,7 +129,7 @@ def test_what_stays(
 
 def test_a_dropped_page_is_not_read(models: Path, runtime: Runtime) -> None:
     hf = write_lastkv(models, "llama", C)
-    chosen = settings("exact", C, 8 * chunk_bytes(hf, Layout(), 8))
+    chosen = settings("exact", C, 8 * chunk_bytes(hf, Layout(), torch.float64))
     with lastkv_run(runtime, hf, *chosen, gradients=True) as run, run.update_window() as opened:
         with opened.prompt_group("g", token_ids(16 * C + 1, 1)) as group:
             assert group.state is not None
@@ -139,8 +139,8 @@ def test_a_dropped_page_is_not_read(models: Path, runtime: Runtime) -> None:
 
 def parts_of(starts: Sequence[int], budget_chunks: int, hf: Path, live_from: int = 0) -> Any:
     arch = read_architecture(hf)
-    budget = budget_chunks * own_layer_bytes(arch, Layout(), 4)
-    found = plan_restarts(starts, live_from, arch, Layout(), 4, budget, "g")
+    budget = budget_chunks * chunk_bytes(hf, Layout())
+    found = plan_restarts(starts, live_from, arch, Layout(), torch.float32, budget, "g")
     return [(part.advances, part.again) for part in found.parts]
 
 

@@ -5,19 +5,22 @@ shard: an ordered list of `Piece`s. The forward direction concatenates the piece
 piece back to where it came from, so the two cannot disagree. Pieces are slices along one axis, hence a
 shard is read without reading the rest.
 
-Symbols: N query heads, M key-value heads, r = N / M, D head dim, F feed-forward size, V vocabulary, H
-hidden size; Gated DeltaNet: n key heads of d dims, m value heads of e dims, w = m / n.
+A layer kind says in `Row`s which tensors make its parameters; ops that no other kind has stand with its rows.
+
+Symbols: F feed-forward size, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+from megatron_lrl.layers.architecture import Architecture
 
 
 class Sliceable(Protocol):
@@ -142,37 +145,8 @@ class Split(Op):
         return self.along
 
     def pieces(self, rank: int, size: int) -> tuple[Piece, ...]:
-        part = _divide(self.length, size)
+        part = divide(self.length, size)
         return (Piece(0, rank * part, (rank + 1) * part),)
-
-
-@dataclass(frozen=True)
-class InterleaveQkv(Op):
-    """q [N·D, …], k [M·D, …], v [M·D, …] -> [q × r, k, v] per group; a rank holds M / size groups.
-
-    `gated`: q is [N·2D, …], for each head its query rows and then its output gate's; a group becomes
-    [q × r, gate × r, k, v].
-    """
-
-    heads: int
-    groups: int
-    head_dim: int
-    gated: bool = False
-
-    def pieces(self, rank: int, size: int) -> tuple[Piece, ...]:
-        part, ratio = _divide(self.groups, size), _divide(self.heads, self.groups)
-        pieces = []
-        for group in range(rank * part, (rank + 1) * part):
-            heads = range(group * ratio, (group + 1) * ratio)
-            if self.gated:
-                starts = [2 * head * self.head_dim for head in heads]
-                starts += [start + self.head_dim for start in starts]
-                pieces += [Piece(0, start, start + self.head_dim) for start in starts]
-            else:
-                pieces.append(Piece(0, heads.start * self.head_dim, heads.stop * self.head_dim))
-            rows = (group * self.head_dim, (group + 1) * self.head_dim)
-            pieces += [Piece(1, *rows), Piece(2, *rows)]
-        return tuple(pieces)
 
 
 @dataclass(frozen=True)
@@ -186,76 +160,11 @@ class FuseGateUp(Op):
     fused: bool = False
 
     def pieces(self, rank: int, size: int) -> tuple[Piece, ...]:
-        part = _divide(self.length, size)
+        part = divide(self.length, size)
         start, stop = rank * part, (rank + 1) * part
         if self.fused:
             return (Piece(0, start, stop), Piece(0, self.length + start, self.length + stop))
         return (Piece(0, start, stop), Piece(1, start, stop))
-
-
-@dataclass(frozen=True)
-class GdnHeads:
-    """Heads of a Gated DeltaNet layer: n key heads of d dims, m = n·w value heads of e dims."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def ratio(self) -> int:
-        """w, value heads per key head."""
-        return _divide(self.value_heads, self.key_heads)
-
-    def of_rank(self, rank: int, size: int) -> range:
-        """The key heads of a tp rank; their value heads go with them."""
-        part = _divide(self.key_heads, size)
-        return range(rank * part, (rank + 1) * part)
-
-
-@dataclass(frozen=True)
-class GdnInputFlat(Op):
-    """qkv [2nd + me, H], z [me, H], b [m, H], a [m, H] -> per rank [q; k; v; z; b; a] of its heads."""
-
-    heads: GdnHeads
-
-    def pieces(self, rank: int, size: int) -> tuple[Piece, ...]:
-        h, mine = self.heads, self.heads.of_rank(rank, size)
-        values = (mine.start * h.ratio, mine.stop * h.ratio)
-        z = (values[0] * h.value_dim, values[1] * h.value_dim)
-        return (*_qkv_pieces(h, mine), Piece(1, *z), Piece(2, *values), Piece(3, *values))
-
-
-@dataclass(frozen=True)
-class GdnInputGrouped(Op):
-    """qkvz [n·(2d + 2we), H], ba [n·2w, H], both by key head -> per rank [q; k; v; z; b; a] of its heads.
-
-    A key head's rows are [q (d); k (d); v (w·e); z (w·e)] and [b (w); a (w)].
-    """
-
-    heads: GdnHeads
-
-    def pieces(self, rank: int, size: int) -> tuple[Piece, ...]:
-        h = self.heads
-        wide, narrow = h.ratio * h.value_dim, h.ratio
-        parts = [(0, 0, h.key_dim), (0, h.key_dim, h.key_dim), (0, 2 * h.key_dim, wide)]
-        parts += [(0, 2 * h.key_dim + wide, wide), (1, 0, narrow), (1, narrow, narrow)]
-        rows = (2 * h.key_dim + 2 * wide, 2 * narrow)  # of one key head, in each source
-        return tuple(
-            Piece(source, head * rows[source] + start, head * rows[source] + start + length)
-            for source, start, length in parts
-            for head in h.of_rank(rank, size)
-        )
-
-
-@dataclass(frozen=True)
-class GdnConvolution(Op):
-    """Channels [2nd + me, 1, kernel] = [q; k; v] -> per rank [q; k; v] of its heads."""
-
-    heads: GdnHeads
-
-    def pieces(self, rank: int, size: int) -> tuple[Piece, ...]:
-        return _qkv_pieces(self.heads, self.heads.of_rank(rank, size))
 
 
 @dataclass(frozen=True)
@@ -276,15 +185,42 @@ class PadVocabulary(Op):
         return tuple(pieces)
 
 
-def _qkv_pieces(h: GdnHeads, mine: range) -> tuple[Piece, ...]:
-    """Rows of some key heads and of their value heads in a tensor [q; k; v]."""
-    keys, values = h.key_heads * h.key_dim, h.ratio * h.value_dim
-    q = (mine.start * h.key_dim, mine.stop * h.key_dim)
-    v = (2 * keys + mine.start * values, 2 * keys + mine.stop * values)
-    return (Piece(0, *q), Piece(0, keys + q[0], keys + q[1]), Piece(0, *v))
-
-
-def _divide(length: int, size: int) -> int:
+def divide(length: int, size: int) -> int:
+    """``length / size``; raises ValueError where that is not whole."""
     if length % size:
         raise ValueError(f"{length} does not divide into {size} equal parts")
     return length // size
+
+
+class Made(NamedTuple):
+    """Shapes of a row's Hugging Face tensors in a given model, and the op over them."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    op: Op
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of a layer, and the Hugging Face tensors it is made of; `{e}` is the number of a routed expert.
+
+    Attributes:
+        name, te_name: the parameter's under the local and (where it differs) the Transformer Engine spec.
+        made: shapes and op in a model; None where it has no such tensor.
+        packed, made_packed: the one source that holds all experts, in files that store them packed.
+        wide: the model keeps it in float32 whatever its parameter dtype.
+        buffer: not a parameter: it has no gradient.
+    """
+
+    name: str
+    hf_names: tuple[str, ...]
+    made: Callable[[Architecture], Made | None]
+    te_name: str = ""
+    packed: str = ""
+    made_packed: Callable[[Architecture], Made | None] | None = None
+    wide: Callable[[Architecture], bool] = lambda _: False
+    buffer: bool = False
+
+
+def norm(name: str, hf_name: str, te_name: str = "") -> Row:
+    """A norm over the hidden size; Transformer Engine fuses some into the linear layer behind them."""
+    return Row(name, (hf_name,), lambda a: Made(((a.hidden_size,),), Copy(a.hidden_size)), te_name)
