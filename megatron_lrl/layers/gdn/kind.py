@@ -12,18 +12,18 @@ from megatron_lrl.errors import UserError
 from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.gdn.rows import FLAT
 from megatron_lrl.layers.gdn.sizes import GDN, sizes_of
-from megatron_lrl.layers.kind import Capture, Kept, LayerKind, Operations, Place, Resident, StandIn
+from megatron_lrl.layers.kind import Operations, Place, StandIn
+from megatron_lrl.layers.recurrent import RecurrentKind
 from megatron_lrl.runtime import Layout
 
 _BLOCK = 64  # tokens of a block of the delta rule
 
 
-class GatedDeltaNetKind(LayerKind):
+class GatedDeltaNetKind(RecurrentKind):
     """A recurrent state of one size after any number of tokens; going back needs a snapshot before each chunk."""
 
     name, title, fused_norm, rows = GDN, "Gated DeltaNet", "in_proj", FLAT
     parameters = (("gdn", r"self_attention\.(in_proj|conv1d|out_proj|A_log|dt_bias)"),)
-    adjoint_in_backward = True
 
     def install(self, submodules: Any, arch: Architecture, transformer_engine: bool, norm: Any) -> None:
         from megatron_lrl.layers.gdn.module import gdn_spec
@@ -56,16 +56,6 @@ class GatedDeltaNetKind(LayerKind):
                 f"valid with this model and parallel.tp = {layout.tp}: {valid}"
             )
 
-    def snapshot_bytes(self, place: Place) -> Kept:
-        return Kept(advance=self._state_bytes(place, place.dtype))
-
-    def resident(self, place: Place, capture: Capture, adjoint_dtype: torch.dtype) -> Resident:
-        state = self._state_bytes(place, place.dtype) * (1 + capture.restart_count)
-        return Resident(state, self._state_bytes(place, adjoint_dtype) if capture.live else 0)
-
-    def refilled(self, place: Place, capture: Capture, again: Sequence[int]) -> int:
-        return len(again) * self._state_bytes(place, place.dtype)
-
     def operations(self, arch: Architecture) -> Operations:
         """Projections and convolution; of the rule k k', q k', the triangular solve, attention within the block, and
         three products with the state."""
@@ -84,13 +74,11 @@ class GatedDeltaNetKind(LayerKind):
             StandIn(delta_rule, "_blocks", stand_ins.shapes_of_blocks),
         ]
 
-    def _state_bytes(self, place: Place, dtype: torch.dtype) -> int:
-        """One sequence's states in all layers: convolution tails in ``dtype``, states in float32 (float64 for
-        float64)."""
+    def state_bytes(self, place: Place, dtype: torch.dtype) -> int:
+        """The convolution's tail in ``dtype``, the rule's state in float32 (float64 for float64)."""
         spec, shards = sizes_of(place.arch), place.layout.tp * place.layout.cp
         state = spec.value_heads // shards * spec.key_dim * spec.value_dim * max(4, dtype.itemsize)
-        tail = spec.conv_channels // shards * (spec.conv_kernel - 1) * dtype.itemsize
-        return (state + tail) * place.layers(self.name)
+        return state + spec.conv_channels // shards * (spec.conv_kernel - 1) * dtype.itemsize
 
 
 __all__ = ["GatedDeltaNetKind"]

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_lrl.layers.advance import AdvanceContext
 from megatron_lrl.layers.gdn.convolution import causal_convolution
 from megatron_lrl.layers.gdn.delta_rule import gated_delta_rule
-from megatron_lrl.layers.gdn.state import RecurrentLayer, Snapshot
+from megatron_lrl.layers.gdn.state import DeltaNetLayer, Snapshot
 from megatron_lrl.layers.layout import TokenLayout
 
 
@@ -108,12 +108,12 @@ class ResidentGatedDeltaNet(GatedDeltaNet):
 
         lengths, branches = layout.lengths, len(layout.lengths)
         qkv_btc, g_bth, beta_bth = (_batched(x, layout) for x in (qkv_Mc, g_Mh, beta_Mh))
-        layer = advance.state.layer(self.layer_number, RecurrentLayer)
+        layer = advance.state.layer(self.layer_number, DeltaNetLayer)
         shapes = (
             (branches, qkv_btc.shape[-1], self.conv_kernel_dim - 1),
             (branches, self.value_heads, self.key_head_dim, self.value_head_dim),
         )
-        before = layer.read(qkv_Mc, shapes)
+        before = layer.read(qkv_Mc, branches, lambda: Snapshot.zeros(qkv_Mc, *shapes))
         qkv_btc, tail_bcw = causal_convolution(qkv_btc, weight_c1w, before.tail_bcw, lengths)
         q, k, v = qkv_btc.split(self._sections[:3], dim=-1)
         q_btnk, k_btnk = (x.unflatten(-1, (self.key_heads, self.key_head_dim)) for x in (q, k))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lrl.layers.gdn.state import RecurrentLayer, Snapshot
+from megatron_lrl.layers.gdn.state import DeltaNetLayer, Snapshot
 from megatron_lrl.layers.sequence import SequenceState
 
 C, W, H, K, V = 3, 2, 2, 2, 2
@@ -28,15 +28,15 @@ def feed(state: SequenceState, x: float | Tensor, lengths: Sequence[int] = (1,))
     """One advance of layer 1: the state halves and grows by x; the tail becomes x."""
     x = torch.as_tensor(x, dtype=torch.float64)
     b = state.branches
-    before = state.layer(1, RecurrentLayer).read(x.reshape(-1), ((b, C, W - 1), (b, H, K, V)))
+    before = state.layer(1, DeltaNetLayer).read(x, b, lambda: Snapshot.zeros(x, (b, C, W - 1), (b, H, K, V)))
     tail = x.expand(b, C, W - 1).clone() + 0 * before.tail_bcw
     snapshot = Snapshot(tail, DECAY * before.state_bhkv + x)
-    state.layer(1, RecurrentLayer).commit(snapshot, keep=state.restarts_here)
+    state.layer(1, DeltaNetLayer).commit(snapshot, keep=state.restarts_here)
     state.grow(lengths)
 
 
 def value(state: SequenceState) -> list[float]:
-    now = state.layer(1, RecurrentLayer).now
+    now = state.layer(1, DeltaNetLayer).now
     assert now is not None
     return [float(row.detach().flatten()[0]) for row in now.state_bhkv]
 
@@ -85,21 +85,21 @@ def test_the_adjoint_moves_back_through_a_sweep() -> None:
         fork = state.fork(2, log=True)
         y = torch.zeros((), dtype=torch.float64, requires_grad=True)
         feed(fork, y, (1, 1))
-        now = fork.layer(1, RecurrentLayer).now
+        now = fork.layer(1, DeltaNetLayer).now
         assert now is not None
         now.state_bhkv.sum().backward()
-    layer, elements = state.layer(1, RecurrentLayer), H * K * V
+    layer, elements = state.layer(1, DeltaNetLayer), H * K * V
     for number in (2, 1):
         again = state.before(number)
         feed(again, xs[number])
-        now = again.layer(1, RecurrentLayer).now
+        now = again.layer(1, DeltaNetLayer).now
         assert now is not None
         adjoint = layer.take_adjoint(number, now, torch.device("cpu"))
         torch.autograd.backward(list(now), adjoint)
         assert xs[number].grad is not None
         # 2 forks x 2 branches, each of slope a
         assert float(xs[number].grad) == pytest.approx(4 * elements * DECAY ** (3 - number))
-    constant = layer.take_adjoint(0, state.layer(1, RecurrentLayer).now or (), torch.device("cpu"))
+    constant = layer.take_adjoint(0, state.layer(1, DeltaNetLayer).now or (), torch.device("cpu"))
     assert len(constant) == 2 and not any(x.any() for x in constant)  # before the live limit
     assert sum(x.nbytes for x in layer.tensors()) == 3 * STATE_BYTES  # every adjoint was freed on the way
 
@@ -127,7 +127,7 @@ def test_coarse_snapshots_are_refilled() -> None:
 def test_a_closed_state_is_poisoned_and_gone() -> None:
     prefix = captured(1.0)
     fork = prefix.fork(2)
-    held = prefix.layer(1, RecurrentLayer).now
+    held = prefix.layer(1, DeltaNetLayer).now
     assert held is not None
     prefix.close(fill_nan=True)
     assert bool(held.state_bhkv.isnan().all())
