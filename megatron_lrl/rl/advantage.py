@@ -39,7 +39,7 @@ def advantages(reward_G: Tensor, kind: str) -> Tensor:
         return torch.zeros_like(reward_G)
     largest = float(reward_G.abs().max())
     # A power of two, so that scaling rounds nothing: squares of rewards above 1e154 overflow, sums above 1e308.
-    scale = 2.0 ** (math.frexp(largest)[1] + 1) if largest > 1e100 else 1.0
+    scale = 2.0 ** (math.frexp(largest)[1] - 1) if largest > 1e100 else 1.0
     reward_G = reward_G / scale
     centred_G = reward_G - reward_G.mean()
     if kind == "grpo":

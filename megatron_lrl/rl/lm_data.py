@@ -10,7 +10,9 @@ A sequence is a function of its number, so a run that resumes needs only its pos
 
 from __future__ import annotations
 
+import os
 import random
+import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -20,8 +22,10 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.reading import MAX_LINE, failures_of, json_lines, read_text, shown
+from megatron_lrl.reading import MAX_LINE, failures_of, json_lines, opened, read_text, shown
 from megatron_lrl.settings import LmTable
+
+_HEADER = struct.Struct("<9sQBQQ")  # of an index file
 
 
 class Corpus:
@@ -134,13 +138,32 @@ def _jsonl(path: Path, key: str, tokenizer: Any, vocab_size: int) -> Iterator[li
             raise UserError(f'{where}: expected an object with "{key}" (text) or "ids" (token ids)')
 
 
+def _check_index(prefix: Path, what: str) -> None:
+    """Raise `UserError` for a header that Megatron-Core's reader would fail on half made, with traces of its own."""
+    with (
+        opened(prefix.with_name(prefix.name + ".idx")) as file,
+        failures_of(what, "not a Megatron indexed dataset"),
+    ):
+        size = os.fstat(file.fileno()).st_size
+        magic, version, kind, sequences, documents = _HEADER.unpack(file.read(_HEADER.size))
+        ends = _HEADER.size + 12 * sequences + 8 * documents  # lengths, pointers, document indices
+        if magic != b"MMIDIDX\0\0" or version != 1 or not 1 <= kind <= 8 or not documents or ends > size:
+            raise ValueError(f"{prefix}.idx: a damaged header")
+        file.seek(ends - 8)
+        if int.from_bytes(file.read(8), "little") != sequences:
+            raise ValueError(f"{prefix}.idx: its documents do not end where its sequences do")
+    if not prefix.with_name(prefix.name + ".bin").stat().st_size:
+        raise UserError(f"{what}: {prefix}.bin is empty")
+
+
 def _indexed(prefix: Path, vocab_size: int, what: str) -> list[np.ndarray]:
     """Documents of a Megatron indexed dataset, memory-mapped."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if not prefix.with_name(prefix.name + ".bin").is_file():
         raise UserError(f"{what}: {prefix}.idx is there, {prefix}.bin is not")
-    with failures_of(what, "not a Megatron indexed dataset"):  # Megatron-Core asserts on a damaged header
+    _check_index(prefix, what)
+    with failures_of(what, "not a Megatron indexed dataset"):
         dataset = IndexedDataset(str(prefix))
         bounds = dataset.document_indices
         documents = [

@@ -32,6 +32,16 @@ def group(rewards: list[float | None], recorded: list[float | None] | None = Non
     return Group("g7", (1, 2), responses)
 
 
+@pytest.mark.parametrize("size", [1e101, 1e160, 1.7e308])
+def test_huge_rewards_do_not_overflow(size: float) -> None:
+    rewards, small = tensor([size, -size, 0.5 * size]), tensor([1, -1, 0.5])
+    spread = (small - small.mean()) / small.std(correction=0)
+    torch.testing.assert_close(advantages(rewards, "grpo"), spread, rtol=1e-12, atol=0)
+    for kind in ("dr_grpo", "rloo"):
+        with pytest.raises(UserError, match=r"group 'g7': .*valid: up to 1e\+30"):
+            group_advantages(group(rewards.tolist()), kind)
+
+
 def test_by_hand() -> None:
     rewards = tensor([1, 0, 0, 1])  # mean 1/2, population std 1/2
     scaled = 0.5 / (0.5 + 1e-6)

@@ -108,6 +108,8 @@ def _expected(
     [
         ("missing.jsonl", None, ["no such file", ".idx"]),
         ("bad.jsonl", '{"ids": [1, 2]}\nnot json', ["bad.jsonl:2", "not valid JSON"]),
+        ("true.jsonl", '{"ids": [1, true]}', ["true.jsonl:1", "found True"]),
+        ("deep.jsonl", "[" * 100_000, ["deep.jsonl:1", "nested more than 100 deep"]),
         ("vocab.jsonl", '{"ids": [1, 999]}', ["vocab.jsonl:1", "0 to 130"]),
         ("key.jsonl", '{"body": "x"}', ["key.jsonl:1", '"text"']),
         ("short.jsonl", '{"ids": [1]}', ["at least two tokens"]),
@@ -122,6 +124,40 @@ def test_bad_files_are_named(name: str, content: str | None, words: list[str], t
     with pytest.raises(UserError) as caught:
         load_corpus(LmTable(data=str(path), sequence_length=16), None, 131, 1024, 0, False)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_lines_end_at_line_feeds_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(
+        '\ufeff{"ids": [1, 2], "note": "a\u2028b\u0085c"}\n{"ids": [3, 4, 5]}\n', encoding="utf-8"
+    )
+    corpus = load_corpus(LmTable(data=str(path), sequence_length=16), None, 131, 1024, 0, False)
+    assert corpus.documents == [[1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("damage", ["cut", "magic", "count", "empty"])
+def test_damaged_indexed_datasets_are_named(
+    damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix, index = tmp_path / "corpus", tmp_path / "corpus.idx"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    builder.add_document(torch.tensor([1, 2, 3]), [3])
+    builder.finalize(str(index))
+    content = index.read_bytes()
+    if damage == "empty":
+        (tmp_path / "corpus.bin").write_bytes(b"")
+    else:
+        changed = {
+            "cut": content[:-3],
+            "magic": b"x" + content[1:],
+            "count": content[:18] + b"\x09" + content[19:],
+        }
+        index.write_bytes(changed[damage])
+    with pytest.raises(UserError, match=r"lm\.data = .*corpus: "):
+        load_corpus(LmTable(data=str(prefix), sequence_length=64), None, 131, 1024, 0, False)
+    assert "Traceback" not in capfd.readouterr().err  # nor one that Python ignores
 
 
 def test_megatron_indexed_datasets_are_read(tmp_path: Path) -> None:
