@@ -3,7 +3,7 @@
 Queries of new tokens attend to resident blocks (fully visible) and to the new tokens themselves (causal). Each task
 gives a partial output and its log-sum-exp; partials merge exactly:
 
-    lse = logaddexp(lse_1, ...),   o = sum_i o_i exp(lse_i - lse)
+    lse = logaddexp(lse_1, ...),   o = sum_i o_i softmax(lse)_i
 
 The backward calls each segment's flash backward with the merged output and log-sum-exp. What a block's gradient does is
 a property of the block: nothing (constant), an addition to its adjoint, or a live autograd edge.
@@ -237,12 +237,21 @@ def _collect(o_hMgd: Tensor, lse_hMg: Tensor, cp_group: Any, dtype: torch.dtype)
         packed = torch.cat([o_hMgd, lse_hMg.unsqueeze(-1)], dim=-1).transpose(0, 1)
         parts = return_partials(packed, cp_group)
         o_parts, lse_parts = parts[..., :-1], parts[..., -1]
-        lse = torch.logsumexp(lse_parts, dim=0)
-        lse = lse.masked_fill(lse == float("-inf"), 0)
-        o = (o_parts * (lse_parts - lse).exp().unsqueeze(-1)).sum(0)
+        o, lse = _of_ranks(o_parts, lse_parts)
     lse = lse.masked_fill(lse == float("-inf"), 0)
     m = o.shape[0]
     return o.reshape(m, -1, o.shape[-1]).to(dtype), lse.reshape(m, -1)
+
+
+def _of_ranks(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Partials [ranks, ...] as one; weights that add up to 1 whatever offset the scores share.
+
+    exp(lse_part - lse) does not: lse is rounded in proportion to the offset, and the backward multiplies what the sum
+    of the weights misses by that offset.
+    """
+    weights = (lse_parts - lse_parts.amax(0).clamp_min(torch.finfo(lse_parts.dtype).min)).exp()
+    weights /= weights.sum(0).clamp_min(1)  # the largest is 1; all are 0 where no rank saw a key
+    return (o_parts * weights.unsqueeze(-1)).sum(0), torch.logsumexp(lse_parts, dim=0)
 
 
 def _live_blocks(

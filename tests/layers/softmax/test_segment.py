@@ -17,7 +17,7 @@ import torch
 
 from layers.softmax.segment_cases import Case, errors, own, shared
 from megatron_lrl.layers.layout import TokenLayout
-from megatron_lrl.layers.softmax.segment import Block, segment_attention
+from megatron_lrl.layers.softmax.segment import Block, _of_ranks, segment_attention
 
 CASES = {
     "one-token": Case([1], [[]]),
@@ -54,6 +54,19 @@ def test_lower_precision_stays_within_its_rounding(name: str, dtype: str, bar: f
     case = Case(**{**CASES[name].plain(), "dtype": dtype})
     for part, error in errors(case).items():
         assert error <= bar, f"{part}: relative L2 {error:.2e}"
+
+
+def test_weights_of_ranks_add_up_to_one() -> None:
+    """At offsets of hundreds; a row that one rank saw, and one that none did, keep their bits."""
+    generator = torch.Generator().manual_seed(2)
+    lse = 700 + 2 * torch.randn(3, 500, generator=generator)
+    lse[1:, 0], lse[:, 1] = float("-inf"), float("-inf")
+    o, merged = _of_ranks(torch.ones(3, 500, 1), lse)
+    seen = o[:, 0].index_select(0, torch.tensor([0, *range(2, 500)]))
+    assert float((seen - 1).abs().max()) <= 2.0**-22 and o[0] == 1 and o[1] == 0
+    assert merged[0] == lse[0, 0] and merged[1] == float("-inf")
+    against = (lse.double()[:, 2:].softmax(0) - (lse - merged).exp().double()[:, 2:]).sum(0)
+    assert float(against.abs().max()) > 2.0**-17  # what exp(lse_part - lse) misses
 
 
 def test_without_autograd_no_graph_is_made() -> None:
