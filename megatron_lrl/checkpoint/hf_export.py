@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from megatron_lrl.checkpoint import publish
 from megatron_lrl.checkpoint.binding import bind, expert_owner, unwrap
@@ -171,7 +172,14 @@ def _write(
     def write() -> None:
         try:
             if runtime.is_main:
-                given: Iterator[Any] = tensors
+                bar = tqdm(total=len(layout.tensors), desc="export", unit="tensor", leave=False, delay=2)
+
+                def counted(part: Any) -> Any:
+                    bar.update()
+                    return part
+
+                # Not `tqdm(tensors)`, which would hold a tensor until the next one is there.
+                given: Iterator[Any] = map(counted, tensors)
                 if arch.tied and any(record.name == HF_HEAD for record in layout.tensors):
                     given = _with_tied_head(given, embedding_name(arch))
                 with writing(partial), stored_tensors(carried_from, layout, arch) as carried:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.futures import Future
+from tqdm import tqdm
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.checkpoint.binding import unwrap
@@ -80,7 +81,7 @@ def save_streamed(model: torch.nn.Module, directory: Path, runtime: Runtime, val
         dist_checkpointing.save(
             {"model": weights_state_dict(model)},
             str(directory),
-            sharded_strategy=_Strategy(_Views(model, values)),
+            sharded_strategy=Strategy(_Views(model, values, runtime.is_main)),
         )
     except FAILURES as error:
         raise UserError(_first_message(error, directory)) from error
@@ -94,14 +95,26 @@ def _first_message(error: BaseException, directory: Path) -> str:
     return str(cause) or type(cause).__name__
 
 
-class _Views:
+class Live:
+    """What a tensor of a state dict holds, on its way into a file: itself, moved to the host."""
+
+    def of(self, view: torch.Tensor) -> torch.Tensor:
+        return view.detach().cpu()
+
+    def forget(self) -> None: ...
+
+
+class _Views(Live):
     """What a tensor of the meta model's state dict would hold; remembers the last parameter's values."""
 
-    def __init__(self, model: torch.nn.Module, values: Values) -> None:
+    def __init__(self, model: torch.nn.Module, values: Values, shows: bool) -> None:
         core = unwrap(model)
         tensors = (*core.parameters(), *core.buffers())
         self._owners = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
         self._values = values
+        self._bar = tqdm(
+            total=len(self._owners), desc="import", unit="tensor", leave=False, delay=2, disable=not shows
+        )
         self._last: tuple[int, torch.Tensor] | None = None
 
     def of(self, view: torch.Tensor) -> torch.Tensor:
@@ -109,6 +122,7 @@ class _Views:
         owner = self._owners[key]
         if self._last is None or self._last[0] != key:
             self._last = None  # freed before the next one comes
+            self._bar.update()
             found = self._values(owner).to("cpu", owner.dtype).contiguous()
             if found.shape != owner.shape:
                 raise ValueError(f"values of shape {tuple(found.shape)} for a parameter {tuple(owner.shape)}")
@@ -117,12 +131,13 @@ class _Views:
 
     def forget(self) -> None:
         self._last = None
+        self._bar.close()
 
 
 class _Planner(MCoreSavePlanner):
     """Megatron-Core's, with values put in when an item is written."""
 
-    def __init__(self, views: _Views) -> None:
+    def __init__(self, views: Live) -> None:
         super().__init__(
             dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
         )
@@ -159,10 +174,11 @@ class _Writer(FileSystemWriter):
         return future
 
 
-class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron-Core's format through the planner and the writer above."""
+class Strategy(TorchDistSaveShardedStrategy):
+    """Megatron-Core's format through the planner and the writer above: no tensor has a second copy but the one on its
+    way."""
 
-    def __init__(self, views: _Views) -> None:
+    def __init__(self, views: Live) -> None:
         super().__init__()
         self.views = views
 

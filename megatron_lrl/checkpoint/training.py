@@ -15,8 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +47,7 @@ from megatron_lrl.checkpoint.optimizer_state import (
     prime,
 )
 from megatron_lrl.checkpoint.rng_state import pack_rng, unpack_rng
+from megatron_lrl.checkpoint.streaming import Live, Strategy
 from megatron_lrl.checkpoint.weights import FAILURES, weights_state_dict
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import Architecture, read_architecture
@@ -56,7 +56,6 @@ from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
 
 from megatron.core import dist_checkpointing  # isort: skip  # after weights, which installs the CPU platform
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
 
 TRAINING_FILE = "training.json"
 FORMAT_VERSION = 1
@@ -269,29 +268,9 @@ def _write_shards(run: TrainableRun, partial: Path, rng: bytes, rng_bytes: int) 
     }
 
     def save() -> None:
-        with _worker_errors():
-            dist_checkpointing.save(state, str(partial))
+        dist_checkpointing.save(state, str(partial), sharded_strategy=Strategy(Live()))
 
     _writing(save, partial)()
-
-
-@contextmanager
-def _worker_errors() -> Iterator[None]:
-    """Megatron-Core's writer replaces what a write failed with by its type; here the error itself is passed on."""
-    writer: Any = FileSystemWriterAsync
-    plain = writer.write_preloaded_data
-
-    def write(*args: Any, **kwargs: Any) -> Any:
-        output = plain(*args, **kwargs)
-        if kwargs["results_queue"] is None and isinstance(output[1], Exception):  # not in a thread
-            raise output[1]
-        return output
-
-    writer.write_preloaded_data = staticmethod(write)
-    try:
-        yield
-    finally:
-        writer.write_preloaded_data = staticmethod(plain)
 
 
 def _read_shards(run: TrainableRun, directory: Path, training: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -86,16 +87,20 @@ def load_prompts(config: Config, arch: Architecture, text: Text, path: str | Pat
 class _Interrupt:
     """SIGINT and SIGTERM ask the run to stop after the current update, with a checkpoint."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, speaks: bool) -> None:
+        self.asked, self._speaks = False, speaks
 
     def __call__(self, number: int, _frame: Any) -> None:
+        if self._speaks and not self.asked:
+            # Not print: the signal may have come in the middle of one.
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: stops after the current update, with a checkpoint\n".encode())
         self.asked = True
 
 
 @contextmanager
-def _interruptible() -> Iterator[_Interrupt]:
-    interrupt = _Interrupt()
+def _interruptible(speaks: bool) -> Iterator[_Interrupt]:
+    interrupt = _Interrupt(speaks)
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt
@@ -141,7 +146,7 @@ def train(config: Config, runtime: Runtime) -> None:
         progress = runtime.together(read_progress, newest)
         runtime.together(_check_progress, progress, config, newest)
         changed = runtime.together(check_inputs, progress.get("inputs"), inputs, config, newest)
-    with open_run(config, runtime, optimizer=True) as run, _interruptible() as interrupt:
+    with open_run(config, runtime, optimizer=True) as run, _interruptible(runtime.is_main) as interrupt:
         first = 0
         if newest is not None:
             progress = load_training(run, newest, checked=True)
@@ -253,6 +258,7 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
     for group in groups:  # the same on every rank
         require_finite(config, group.id, [response.logprobs or () for response in group.responses])
     runtime.together(lambda: write_trajectories(out, groups) if runtime.is_main else None)
+    _say_written(runtime, out, groups, sum(len(group.responses) for group in groups))
 
 
 def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
@@ -273,6 +279,7 @@ def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None
     for record in records:  # the same on every rank
         require_finite(config, record["id"], record["logprobs"])
     runtime.together(lambda: write_jsonl(out, records) if runtime.is_main else None)
+    _say_written(runtime, out, records, sum(len(record["logprobs"]) for record in records))
 
 
 def _scored(logprob_R: torch.Tensor, mask: Sequence[int] | None) -> list[float | None]:
@@ -328,6 +335,11 @@ def _unrewarded(reward: Reward, prompts: Sequence[Prompt]) -> dict[str, UserErro
             except UserError as error:
                 errors[prompt.id] = error
     return errors
+
+
+def _say_written(runtime: Runtime, out: str, groups: Sequence[Any], responses: int) -> None:
+    if runtime.is_main:
+        print(f"wrote {out}: {len(groups)} groups, {responses} responses", flush=True)
 
 
 def _shared(items: Sequence[Any], runtime: Runtime, what: str) -> Iterator[Any]:
