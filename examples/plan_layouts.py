@@ -21,7 +21,7 @@ COLUMNS = ("parameters", "gradients", "optimizer", "state", "adjoint", "groups",
 def rows(options: argparse.Namespace, layout: str) -> str:
     """One line of the table."""
     # Torch and Megatron-Core are imported only once the command line is known to make sense.
-    from megatron_lrl.lifetimes.run import read_model_architecture
+    from megatron_lrl.lifetimes.open import read_model_architecture
     from megatron_lrl.models.layout_check import check_layout
     from megatron_lrl.plan.bytes import RankBytes, Work, open_plan_of_stage, stages_that_differ
     from megatron_lrl.plan.report import GIB, largest

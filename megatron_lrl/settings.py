@@ -154,6 +154,18 @@ class ReplayTable(Table):
     """Replaying responses against the resident prefix; all but use_recorded_routing never change results."""
 
     concurrent: int = _key(1, "K, responses replayed at once; a group with fewer replays all of them", ge=1)
+    chunk_size: int = _key(
+        0,
+        "a response longer than this many tokens is fed in chunks and swept back through them, one chunk's graph "
+        "alive at a time; 0: one graph a response",
+        ge=0,
+    )
+    share_tokens: int = _key(
+        64,
+        "responses that share at least this many tokens beyond the prompt take them together (not under conventional); "
+        "0: never",
+        ge=0,
+    )
     logits_chunk: int = _key(
         0,
         "response tokens whose logits exist at once; 0 = as many as fit a budget of 128 MiB for a rank's logits",
@@ -283,8 +295,8 @@ class TrainTable(Table):
     log_samples: int = _key(2, "sampled responses logged as text per update", ge=0)
     window_attempts: int = _key(
         2,
-        "attempts at an update before the run stops: after a failure of any rank the window starts over from its "
-        "recorded responses (needs one rank, or gloo)",
+        "attempts at an update before a run of one rank stops: the window starts over from its recorded responses; "
+        "several ranks end, and the launcher's restart (torchrun --max-restarts) resumes from checkpoint and journal",
         ge=1,
     )
     on_nonfinite: Literal["stop", "skip"] = _key(

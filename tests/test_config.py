@@ -64,6 +64,8 @@ def test_every_documented_key_is_read(write) -> None:
             eval_every = 0
             [replay]
             concurrent = 2
+            chunk_size = 7
+            share_tokens = 0
             logits_chunk = 5
             check_poison = true
             use_recorded_routing = true
@@ -143,6 +145,8 @@ def test_every_documented_key_is_read(write) -> None:
     }
     assert config.replay.model_dump() == {
         "concurrent": 2,
+        "chunk_size": 7,
+        "share_tokens": 0,
         "logits_chunk": 5,
         "check_poison": True,
         "use_recorded_routing": True,

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.lifetimes.window import UpdateWindow
 
 if TYPE_CHECKING:  # Megatron-Core is imported once the runtime has prepared it
-    from megatron_lrl.lifetimes.replay import TokenLoss
     from megatron_lrl.lifetimes.run import Run
+    from megatron_lrl.lifetimes.work import TokenLoss, work_of
 
 MIB = 2**20
 
@@ -100,7 +101,7 @@ def run_window(
     buffers until the next window opens.
     """
     from megatron_lrl.lifetimes.contributions import BranchKey
-    from megatron_lrl.lifetimes.replay import Branch, batches_of
+    from megatron_lrl.lifetimes.work import Branch, batches_of
 
     branches = [Branch(BranchKey("g", i), tuple(ids)) for i, ids in enumerate(responses)]
     batches = batches_of(branches, concurrent)
@@ -117,10 +118,10 @@ def run_window(
         return loss
 
     starts = range(0, len(branches), concurrent)
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(branch.key for branch in branches)
         with window.prompt_group("g", prompt_ids, contract=contract) as group:
-            window.replay(group, batches, [loss_of(start) for start in starts])
+            window.replay(group, work_of(batches, [loss_of(start) for start in starts]))
         window.reduce()
         if step:
             window.step()

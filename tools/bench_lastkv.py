@@ -24,6 +24,7 @@ import torch
 from bench_common import MIB, add_model_arguments, run_window, trajectories, write_model
 
 from megatron_lrl.config import load_config
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.runtime import Layout, runtime_scope
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def measure(run: Run, options: argparse.Namespace, found: dict[str, list[float]]
     from megatron_lrl.rollout.builtin import Sampler
 
     prompt, responses = trajectories(options.vocab, options.prompt, options.response, options.group)
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         group = window.prompt_group("g", prompt, "response_only")
         timed(group.capture, "capture, s", found)
         found.setdefault("resident, MiB", []).append(run.ledger.live["group"] / MIB)
@@ -88,7 +89,7 @@ def main() -> int:
     kinds = ("full", "lastkv", "few restarts") if options.restarts else ("full", "lastkv")
     found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     with tempfile.TemporaryDirectory() as name, runtime_scope(Layout()) as runtime, ExitStack() as open_runs:
-        from megatron_lrl.lifetimes.run import open_run
+        from megatron_lrl.lifetimes.open import open_run
         from megatron_lrl.passes.restarts import kept_bytes
 
         folder = Path(name)

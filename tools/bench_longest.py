@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -96,7 +95,12 @@ def probe(options: argparse.Namespace, contract: str, prompt: int, budget: float
     shape |= {key: shape[key][:1] for key in ("response", "group", "concurrent")}
     start, reported = time.monotonic(), 0.0
     with tempfile.TemporaryFile() as log:
-        command = [sys.executable, os.path.abspath(__file__), json.dumps(shape)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("bench_replay.py")),
+            "--probe",
+            json.dumps(shape),
+        ]
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             while child.poll() is None:
@@ -177,22 +181,3 @@ def longest(options: argparse.Namespace) -> int:
         bound = ">= " if found["exact"].over is None else ""
         print(f"  ratio          {bound}{limits['exact'] / limits['conventional']:.1f} (measured prompts)")
     return 0
-
-
-def main() -> int:
-    """The child: one window as told by JSON; the last line printed holds its peak."""
-    from bench_replay import bench
-
-    options = argparse.Namespace(**json.loads(sys.argv[1]))
-    with tempfile.TemporaryDirectory(prefix="bench-longest-") as folder:
-        try:
-            bench(options, Path(folder))
-        except UserError as error:
-            print(error)
-            return 2
-    print(json.dumps({"peak": resident_set("VmHWM")}))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -163,7 +163,7 @@ def opened(
         ]
         config = load_config(folder / "bench.toml", settings)
         from megatron_lrl.checkpoint.hf_export import gather_hf_tensors, parameter_gradient
-        from megatron_lrl.lifetimes.run import open_run
+        from megatron_lrl.lifetimes.open import open_run
 
         with open_run(config, runtime, gradients=True) as run:
             yield (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import os
 import statistics
@@ -27,10 +28,12 @@ from bench_common import (
     ProcessPeak,
     add_model_arguments,
     link_model,
+    resident_set,
     run_window,
     trajectories,
     write_model,
 )
+from bench_longest import longest
 from tqdm import tqdm
 
 from megatron_lrl.config import load_config
@@ -103,6 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="this model, whatever positions its config.json allows, instead of a random one",
     )  # fmt: skip
     add_model_arguments(parser)
+    parser.add_argument("--probe", help=argparse.SUPPRESS)  # a child of --longest: its options as JSON
     parser.add_argument("--set", nargs="+", default=[], metavar="TABLE.KEY=VALUE", help="further settings")
     return parser.parse_args(arguments)
 
@@ -203,7 +207,7 @@ def bench(options: argparse.Namespace, folder: Path) -> str:
     shapes = itertools.product(options.prompt, options.response, options.group, options.concurrent)
     cases = [Case(contract, *shape) for shape in shapes for contract in options.contracts]
     with runtime_scope(Layout(parallel.tp, parallel.cp, parallel.pp, parallel.ep)) as runtime:
-        from megatron_lrl.lifetimes.run import open_run
+        from megatron_lrl.lifetimes.open import open_run
 
         with open_run(config, runtime, gradients=True, optimizer=options.step) as run:
             for contract in options.contracts:  # touch the gradient buffers and load what loads lazily
@@ -216,11 +220,23 @@ def bench(options: argparse.Namespace, folder: Path) -> str:
             return table(cases) if runtime.is_main else ""
 
 
+def probe(options: argparse.Namespace) -> int:
+    """A child of the search for the longest prompt: one window; the last line printed holds its peak."""
+    with tempfile.TemporaryDirectory(prefix="bench-longest-") as folder:
+        try:
+            bench(options, Path(folder))
+        except UserError as error:
+            print(error)
+            return 2
+    print(json.dumps({"peak": resident_set("VmHWM")}))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.probe:
+        return probe(argparse.Namespace(**json.loads(options.probe)))
     if options.longest:
-        from bench_longest import longest
-
         return longest(options)
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as folder:
         try:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.passes.schedule import phase
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.rl.accumulate import branches_of, score_group
 from megatron_lrl.rl.loss import k3
 from megatron_lrl.rollout.builtin import Sampler
@@ -52,7 +53,7 @@ def sample_and_score(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], 
     rollout, sampler = run.config.rollout, Sampler(run, ())
     groups: list[Group] = []
     rows: list[PositionMismatch] = []
-    with run.update_window() as window, phase(run):
+    with UpdateWindow(run) as window, in_lockstep(run):
         for prompt in prompts:
             with window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False) as prefix:
                 sampled = sampler.sample(prefix, rollout.group_size, rollout.max_new_tokens, 0)
@@ -61,7 +62,7 @@ def sample_and_score(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], 
                     _cut(response, lengths[i % len(lengths)]) for i, response in enumerate(sampled.responses)
                 )
                 group = Group(prompt.id, prompt.prompt_ids, responses)
-                replayed = score_group(prefix, branches_of(group), run.config.replay.concurrent)
+                replayed = score_group(prefix, branches_of(group))
             groups.append(group)
             rows += _by_position(run, group, [replayed[branch.key] for branch in branches_of(group)])
     return groups, rows

@@ -19,7 +19,9 @@ from typing import Any
 from megatron_lrl.checks.positions import PositionMismatch, boundary_prompts, sample_and_score
 from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradients, snapshot
-from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
+from megatron_lrl.lifetimes.open import open_run, read_model_architecture
+from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.lockstep import check_lockstep
 from megatron_lrl.preflight import check_target
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
@@ -131,7 +133,7 @@ def _with_advantages(group: Group) -> Group:
 def _window(run: Run, groups: Sequence[Group], contract: str, baseline: Any = None) -> tuple[Any, Any]:
     """Accumulate one window under a contract. Returns (mismatch summary, snapshot or comparison with the baseline)."""
     plan = WindowPlan(groups, run.config, run.runtime.dp, run.runtime.dp_rank)
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         sums = accumulate(window, plan, contract=contract, quiet=False)
         reduce_finite(window)
         values = summarise(sums)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.run import Run
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,14 @@ def token_layout(model: Any, state: SequenceState, lengths: Sequence[int]) -> To
     )
 
 
-def split_rounds(state: SequenceState, tokens: Sequence[Tokens]) -> list[list[Tokens]]:
-    """The tokens of each pass over the model that an advance by ``tokens`` takes."""
+def split_rounds(state: SequenceState, tokens: Sequence[Tokens], longest: int = 0) -> list[list[Tokens]]:
+    """The tokens of each pass over the model that an advance by ``tokens`` takes.
+
+    ``longest``: a pass feeds no more of a branch than this (0: as many as the state allows).
+    """
     rounds = state.rounds([len(branch) for branch in tokens])
+    if longest:
+        rounds = [part for lengths in rounds for part in _cut(lengths, longest)]
     ends = [list(accumulate(lengths)) for lengths in zip(*rounds, strict=True)]
     return [
         [
@@ -65,6 +70,14 @@ def split_rounds(state: SequenceState, tokens: Sequence[Tokens]) -> list[list[To
             for j, (branch, end) in enumerate(zip(tokens, ends, strict=True))
         ]
         for i, lengths in enumerate(rounds)
+    ]
+
+
+def _cut(lengths: Sequence[int], longest: int) -> list[tuple[int, ...]]:
+    """Tokens per branch of each part of a round."""
+    return [
+        tuple(min(longest, max(0, length - done)) for length in lengths)
+        for done in range(0, max(lengths), longest)
     ]
 
 

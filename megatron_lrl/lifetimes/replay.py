@@ -1,46 +1,34 @@
-"""Replay: the live graphs of K responses at a time, against the resident prefix.
+"""Replay: the live graphs of K branches at a time, against what is resident.
 
-A replay feeds ``[last prompt token] + response[:-1]`` and scores ``response``; under the conventional contract it feeds
-the whole sequence. Each micro-batch of K responses is one graph; it is freed as soon as its gradient is in the buffers.
+A replay feeds ``[last token of the node] + branch[:-1]`` and scores ``branch``; under the conventional contract it
+feeds the whole sequence. Each micro-batch of K branches is one graph, or one graph for each of its parts where they are
+long (replay.chunk_size) or cross LastKV boundaries; a graph is freed as soon as its gradient is in the buffers.
 
-Legend: N response tokens of a micro-batch, one response after another; S those scored on this rank.
+    visit(node):  its leaves, K at a time
+                  for each run of tokens that several branches share:  capture it, visit it, sweep it, free it
+
+Legend: N tokens of a micro-batch, one branch after another; S those scored on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_lrl.experts.recorded import RecordedRouting, ReplayRouting
-from megatron_lrl.layers.adjoint import add_adjoint
-from megatron_lrl.layers.advance import advance, split_rounds
-from megatron_lrl.layers.sequence import SequenceState
+from megatron_lrl.experts.recorded import ReplayRouting
+from megatron_lrl.layers.advance import split_rounds
 from megatron_lrl.layers.softmax.kernels import accumulate_dtype
-from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.documents import Documents
-from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.ledger import SavedBytes
+from megatron_lrl.lifetimes.node import Node, SharedTokens
+from megatron_lrl.lifetimes.work import Batch, Branch, Shared, Work
 from megatron_lrl.models.head import LogprobHead, Targets, logits_rows
-from megatron_lrl.passes.ledger import SavedBytes
-from megatron_lrl.passes.schedule import from_last_stage, run_schedule, sum_over_cp
+from megatron_lrl.passes.schedule import from_last_stage, sum_over_cp
+from megatron_lrl.passes.sweep import TokenRun, feed, sweep
 
-TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""``loss(logprob_S, entropy_S, index_S)``: final-weight loss sum and metric sums of the tokens scored on this rank.
-``index_S`` are their places among the micro-batch's N response tokens."""
-
-
-@dataclass(frozen=True)
-class Branch:
-    """A recorded response of a group."""
-
-    key: BranchKey
-    ids: tuple[int, ...]
-    routing: RecordedRouting | None = None  # of the tokens that are fed, if it was recorded
-    mask: tuple[int, ...] | None = None  # 0 where a token is fed but never scored
+Scores = tuple[Tensor, Tensor]
+"""(logprob_R, entropy_R) of a branch's tokens, float32 (float64 for float64), on the CPU; 0 where nothing is scored."""
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -48,219 +36,183 @@ class NonFiniteLoss(FloatingPointError):
 
 
 class Replay:
-    """Passes of responses over one prompt group."""
+    """Passes of branches over one node."""
 
-    def __init__(self, group: PromptGroup | Documents, balance: float = 0.0) -> None:
+    def __init__(self, node: Node, balance: float = 0.0) -> None:
         """``balance``: weight of a response's auxiliary loss in the window (moe.aux_loss_coef)."""
-        self.group, self.run, self.balance = group, group.run, balance
+        self.node, self.run, self.balance = node, node.run, balance
         self.nonfinite: list[
             str
         ] = []  # losses that were NaN or infinite, with their branches (last stage only)
 
-    def gradient(
-        self, batches: Sequence[Sequence[Branch]], losses: Sequence[TokenLoss]
-    ) -> list[dict[str, Tensor]]:
-        """Add the gradient of each micro-batch to the buffers. Returns this rank's metric sums (last stage only).
+    def gradient(self, work: Work) -> list[dict[str, Tensor]]:
+        """Add the gradient of the work to the buffers. Returns this rank's metric sums (last stage only).
 
         A loss that is not finite is named in `nonfinite` and counts as 0; its backward still runs, because the
         other ranks of the replica are in it.
         """
         # Resident state is referenced, not saved; parameters and tied views are the run's.
-        meter = SavedBytes([*self.run.core(self.group.model).parameters()])
-        passes = [_Pass(self, batch, loss) for batch, loss in zip(batches, losses, strict=True)]
+        meter = SavedBytes([*self.run.core(self.node.model).parameters()])
+        passes = [_Pass(self, self.node, batch) for batch in work.batches]
         metrics: list[dict[str, Tensor]] = []
         with meter.measure():
             for flight in self._flights(passes):
                 with flight:
                     metrics += flight.gradient()
         self.run.ledger.observe_peak("replay", meter.peak)
+        for part in work.shared:
+            with self._resident(part) as node:
+                node.capture()
+                below = Replay(node, self.balance)
+                below.nonfinite = self.nonfinite
+                metrics += below.gradient(part.below)
+                metrics += node.sweep()
         return metrics
 
-    def score(self, batches: Sequence[Sequence[Branch]]) -> list[list[tuple[Tensor, Tensor]]]:
-        """Log-probabilities and entropies of every response token, on every rank of the replica.
-
-        Returns, per batch and branch, (logprob_R, entropy_R) in float32 (float64 for float64), on the CPU.
-        """
-        results = []
-        for flight in self._flights([_Pass(self, batch, None) for batch in batches]):
+    def score(self, work: Work) -> list[tuple[Branch, Scores]]:
+        """Log-probabilities and entropies of every branch and part, on every rank of the replica."""
+        results: list[tuple[Branch, Scores]] = []
+        for flight in self._flights([_Pass(self, self.node, batch) for batch in work.batches]):
             with flight:
                 parts = flight.score()
-            for i, one in enumerate(flight.passes):
-                full = torch.zeros(2, one.targets.tokens, dtype=self.run.wide, device=self.run.runtime.device)
-                for values_2S, index_S in parts[i]:
-                    full[:, index_S] = values_2S
-                full = from_last_stage(sum_over_cp(full, self.run.runtime), self.run.runtime).cpu()
-                lengths = [len(ids) for ids in one.targets.ids]
-                results.append(list(zip(full[0].split(lengths), full[1].split(lengths), strict=True)))
+            for one, found in zip(flight.passes, parts, strict=True):
+                results += one.scores(found)
+        for part in work.shared:
+            with torch.no_grad(), self._resident(part) as node:
+                results += _Pass(self, self.node, part.own).scores(node.capture(scored=True))
+                results += Replay(node).score(part.below)
         return results
 
-    def routing(
-        self, batch: Sequence[Branch], first: Sequence[int], ids: Sequence[Sequence[int]]
-    ) -> ReplayRouting | None:
-        """What sees the routing of a micro-batch, if anything is asked of it.
-
-        Another model than the policy (the reference) has its own routing: records are not its.
-        """
-        run = self.run
-        policy = run.core(self.group.model) is run.core(run.model)
-        records = [branch.routing if policy else None for branch in batch]
-        wanted = self.balance or run.config.moe.router_bias_update_rate
-        planned = run.runtime.device.type == "meta"  # there are no values to see
-        if planned or (not (policy and wanted) and all(record is None for record in records)):
-            return None
-        return ReplayRouting(run, records, first, [len(branch) for branch in ids], self.balance)
+    def _resident(self, part: Shared) -> SharedTokens:
+        terms = _Pass(self, self.node, part.own)
+        return SharedTokens(self.node, part.branch.ids, terms, terms.targets.first[0])
 
     def _flights(self, passes: list[_Pass]) -> Iterator[_Flight]:
         """Micro-batches that are under way together.
 
-        One round each: all of them, since a graph is freed before the next one is built. Several rounds: as many as
-        fill the pipeline, since their states stay resident between rounds.
+        One part each: all of them, since a graph is freed before the next one is built. Several parts: as many as
+        fill the pipeline, since their states stay resident between parts.
         """
-        probe = self.run.new_state(1) if self.group.conventional else self.group.fork(1)
         longest = max((len(tokens) for one in passes for tokens in one.tokens), default=0)
-        several = len(probe.rounds([longest])) > 1
-        size = self.run.runtime.layout.pp if several else max(1, len(passes))
+        if not longest:
+            return
+        probe = self.run.new_state(1) if self.node.conventional else self.node.fork(1)
+        several = len(split_rounds(probe, [range(longest)], self.run.config.replay.chunk_size)) > 1
+        size = self.run.runtime.layout.pp if several else len(passes)
         for start in range(0, len(passes), size):
-            yield _Flight(self, passes[start : start + size])
+            yield _Flight(self.node, passes[start : start + size])
 
 
 class _Pass:
-    """A micro-batch of responses: what is fed, what is scored, what its loss is."""
+    """A micro-batch of branches: what is fed, what is scored, what its loss is."""
 
-    def __init__(self, replay: Replay, batch: Sequence[Branch], loss: TokenLoss | None) -> None:
-        self.batch, self.loss, self.nonfinite = batch, loss, replay.nonfinite
-        tokens, first, ids = replay.group.feed([branch.ids for branch in batch])
-        self.routing = replay.routing(batch, first, ids)
-        self.tokens: Sequence[Sequence[int]] = tokens
-        self.targets = Targets(first, ids, [branch.mask for branch in batch])
+    def __init__(self, replay: Replay, node: Node, batch: Batch) -> None:
+        self.run, self.batch, self.loss, self.nonfinite = (
+            replay.run,
+            batch.branches,
+            batch.loss,
+            replay.nonfinite,
+        )
+        self.tokens, first, ids = node.feed([branch.ids for branch in self.batch])
+        self.routing = self._routing(replay, node, first, [len(one) for one in ids])
+        self.targets = Targets(first, ids, [branch.mask for branch in self.batch])
+
+    def head(self) -> LogprobHead:
+        config = self.run.config
+        rows = logits_rows(config, self.run.arch.vocab_size, self.run.runtime.layout.tp)
+        return LogprobHead(self.targets, config.rollout.temperature, rows)
 
     def finish(self, values_2S: Tensor, index_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metric sums of scored tokens."""
         assert self.loss is not None
         total, metrics = self.loss(values_2S[0], values_2S[1].detach(), index_S)
         if not torch.isfinite(total):
-            names = ", ".join(str(branch.key) for branch in self.batch)
+            names = ", ".join(str(key) for branch in self.batch for key, _ in branch.owners)
             self.nonfinite.append(f"the loss of {names} is {total.item()}")
             total = values_2S.nan_to_num(0.0, 0.0, 0.0).mul(0.0).sum()
         return total, metrics
 
+    def scores(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Branch, Scores]]:
+        """The (values [2, S], index [S]) of each part, found on the last stage, by branch and on every rank."""
+        runtime = self.run.runtime
+        full_2N = torch.zeros(2, self.targets.tokens, dtype=self.run.wide, device=runtime.device)
+        for values_2S, index_S in parts:
+            full_2N[:, index_S] = values_2S
+        full_2N = from_last_stage(sum_over_cp(full_2N, runtime), runtime).cpu()
+        lengths = [len(ids) for ids in self.targets.ids]
+        found = zip(full_2N[0].split(lengths), full_2N[1].split(lengths), strict=True)
+        return list(zip(self.batch, found, strict=True))
+
+    def _routing(
+        self, replay: Replay, node: Node, first: Sequence[int], lengths: Sequence[int]
+    ) -> ReplayRouting | None:
+        """What sees the routing of the micro-batch, if anything is asked of it.
+
+        Another model than the policy (the reference) has its own routing: records are not its.
+        """
+        run = self.run
+        policy = run.core(node.model) is run.core(run.model)
+        records = [branch.routing if policy else None for branch in self.batch]
+        wanted = replay.balance or run.config.moe.router_bias_update_rate
+        planned = run.runtime.device.type == "meta"  # there are no values to see
+        if planned or (not (policy and wanted) and all(record is None for record in records)):
+            return None
+        return ReplayRouting(run, records, first, lengths, replay.balance)
+
 
 class _Flight:
-    """Micro-batches that go through the rounds of their state together.
+    """Micro-batches that go through the parts of their states together.
 
-    A response that crosses no LastKV boundary is one round: one graph, forward and backward. One that does is fed
-    without a graph up to its last round; then its rounds are swept in reverse, one round's graph alive at a time. One
-    that crosses a boundary but is no longer than a chunk stays one graph (without a pipeline): a round may be as large.
+    One that is short and crosses no LastKV boundary is one part: one graph, forward and backward. Otherwise it is fed
+    without a graph up to its last part; then its parts are swept in reverse, one part's graph alive at a time. One
+    that crosses a boundary but is no longer than a LastKV chunk stays one graph (without a pipeline): a part may be as
+    large.
     """
 
-    def __init__(self, replay: Replay, passes: Sequence[_Pass]) -> None:
-        self.replay, self.run, self.model, self.passes = replay, replay.run, replay.group.model, passes
-        self.config = self.run.config
-        self.states: list[SequenceState] = []
-        self.feeds: list[list[Any]] = []
+    def __init__(self, node: Node, passes: Sequence[_Pass]) -> None:
+        self.node, self.run, self.passes = node, node.run, passes
         self._nbytes = 0
+        self._runs: list[TokenRun] = []
 
     def __enter__(self) -> _Flight:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for state in self.states:
-            state.close(self.config.replay.check_poison)
-        self.run.ledger.add("replay", -self._nbytes)
-        self._nbytes = 0
+        for one in self._runs:
+            one.state.close(self.run.config.replay.check_poison)
+        self._hold(-self._nbytes)
 
     def score(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Per micro-batch the (values [2, S], index [S]) of each round, on the last stage."""
+        """Per micro-batch the (values [2, S], index [S]) of each part, on the last stage."""
         with torch.no_grad():
             self._open(log=False)
-            found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.passes]
-            for number in range(max(map(len, self.feeds))):
-                members = [j for j, feed in enumerate(self.feeds) if number < len(feed)]
-                results = run_schedule(
-                    self.run,
-                    self.model,
-                    [partial(self._feed, j, number, True) for j in members],
-                    backward=False,
-                )
-                for j, result in zip(members, results, strict=bool(results)):
-                    found[j].append(result)
-                self._settle(members)
-        return found
+            return feed(self._runs, scored=True)
 
     def gradient(self) -> list[dict[str, Tensor]]:
         """Add the micro-batches' gradient to the buffers."""
         with torch.enable_grad():
             self._open(log=True)
-        rounds = max(map(len, self.feeds))
-        for number in range(rounds - 1):
-            members = [j for j, feed in enumerate(self.feeds) if number < len(feed) - 1]
-            steps = [partial(self._feed, j, number, False) for j in members]
-            run_schedule(self.run, self.model, steps, backward=False, state_only=True)
-            self._settle(members)
-        if rounds > 1:
-            dtype = accumulate_dtype(self.run.core(self.model).config.params_dtype)
-            for state in self.states:
-                state.enable_adjoints(dtype)
-            self._nbytes = sum(state.nbytes for state in self.states)
-            self.run.ledger.add("replay", self._nbytes)
-        metrics: list[dict[str, Tensor]] = []
-        for number in reversed(range(rounds)):
-            members = [j for j, feed in enumerate(self.feeds) if number < len(feed)]
-            for j in members:
-                if number < len(self.feeds[j]) - 1:
-                    self.states[j].collect_adjoints(number, self.run.runtime.groups.pp)
-            steps = [partial(self._sweep, j, number) for j in members]
-            metrics += run_schedule(self.run, self.model, steps, backward=True)
-        return metrics
+        if any(one.last for one in self._runs):
+            feed(self._runs, but_last=True)
+            dtype = accumulate_dtype(self.run.core(self.node.model).config.params_dtype)
+            for one in self._runs:
+                one.state.enable_adjoints(dtype)
+            self._hold(sum(one.state.nbytes for one in self._runs))
+        return sweep(self._runs)
 
     def _open(self, log: bool) -> None:
-        group = self.replay.group
+        limit = self.run.config.replay.chunk_size
         for one in self.passes:
-            state = group.fork(len(one.batch), log)
-            self.states.append(state)
-            # One graph through all rounds, where asked for or small, and where stages need no exchange between them.
-            small = state.in_one_graph([len(tokens) for tokens in one.tokens])
-            whole = (group.whole_graph or small) and log and self.run.runtime.layout.pp == 1
-            self.feeds.append([one.tokens] if whole else split_rounds(state, one.tokens))
+            state = self.node.fork(len(one.batch), log)
+            longest = max(len(tokens) for tokens in one.tokens)
+            # One graph through all parts, where asked for or small, and where stages need no exchange between them.
+            small = state.in_one_graph([len(tokens) for tokens in one.tokens]) and not 0 < limit < longest
+            whole = (self.node.whole_graph or small) and log and self.run.runtime.layout.pp == 1
+            limit = 0 if self.node.whole_graph else limit
+            parts = [one.tokens] if whole else split_rounds(state, one.tokens, limit)
+            run = TokenRun(self.run, self.node.model, state, parts, one, grown=self._hold)
+            self._runs.append(run)
 
-    def _settle(self, members: Sequence[int]) -> None:
-        for j in members:
-            self.states[j].settle(self.run.runtime.groups.pp)
-
-    def _head(self, j: int) -> LogprobHead:
-        rows = logits_rows(self.config, self.run.arch.vocab_size, self.run.runtime.layout.tp)
-        return LogprobHead(self.passes[j].targets, self.config.rollout.temperature, rows)
-
-    def _feed(self, j: int, number: int, scored: bool, model: Any) -> tuple[Tensor, Any]:
-        """A round without a graph."""
-        head = self._head(j) if scored else None
-        output = advance(model, self.states[j], self.feeds[j][number], head, self.passes[j].routing)
-        return output, lambda values_2S: (values_2S, head.index_S) if head else None
-
-    def _sweep(self, j: int, number: int, model: Any) -> tuple[Tensor, Any]:
-        """A round with its graph: the loss of its tokens, and the adjoint of its state if later rounds read it."""
-        state, last = self.states[j], number == len(self.feeds[j]) - 1
-        if len(self.feeds[j]) > 1:
-            grown = state.prepare_sweep(number)
-            self._nbytes += grown
-            self.run.ledger.add("replay", grown)
-        # A view, gone after this call: only autograd holds the graph, and the schedule frees it after the backward.
-        again = state.before(number)
-        head = self._head(j)
-        output = advance(model, again, self.feeds[j][number], head, self.passes[j].routing)
-        if last:
-            return output, lambda values_2S: self.passes[j].finish(values_2S, head.index_S)
-        if not self.run.core(model).post_process:
-            return add_adjoint(output, again, state, number), None
-
-        def finish(values_2S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            total, metrics = self.passes[j].finish(values_2S, head.index_S)
-            return add_adjoint(total, again, state, number), metrics
-
-        return output, finish
-
-
-def batches_of(branches: Iterable[Branch], size: int) -> list[list[Branch]]:
-    """Cut branches into micro-batches of at most ``size``, in order."""
-    branches = list(branches)
-    return [branches[i : i + size] for i in range(0, len(branches), size)]
+    def _hold(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self.run.ledger.add("replay", nbytes)

@@ -1,37 +1,66 @@
-"""Run: everything that lives as long as the program: parameters, gradient buffers, optimizer state, groups."""
+"""Run: everything that lives as long as the program: parameters, gradient buffers, optimizer state, groups.
+
+A leaf: it knows no window, no prefix and no pass. `lifetimes.open` makes one.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, load_hf_weights
-from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
 from megatron_lrl.checkpoint.weights import all_finite
-from megatron_lrl.errors import UserError
-from megatron_lrl.experts.balance import update_router_bias
-from megatron_lrl.experts.recorded import RoutingTotals, check_routing, routing_policy
 from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.layers.lastkv.clock import Clock
 from megatron_lrl.layers.lastkv.state import LastKVState
+from megatron_lrl.layers.moe.routing import RoutingTotals, routing_policy
 from megatron_lrl.layers.sequence import SequenceState
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
-from megatron_lrl.lifetimes.optim import build_optimizer, gradient_buffers, wrap_ddp
-from megatron_lrl.lifetimes.window import UpdateWindow
-from megatron_lrl.models.build import PolicyModel, check_layout, configured_model
-from megatron_lrl.models.head import logits_rows
-from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
-from megatron_lrl.passes.ledger import Ledger, bytes_by_part
-from megatron_lrl.passes.lockstep import Lockstep, check_lockstep, spans_replicas
-from megatron_lrl.passes.schedule import PipelineUse
+from megatron_lrl.lifetimes.ledger import Ledger, bytes_by_part
+from megatron_lrl.lifetimes.optim import gradient_buffers
+from megatron_lrl.models.build import PolicyModel
+from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
+
+
+@dataclass
+class PipelineUse:
+    """How much of a pipeline's time passes filled: m micro-batches take m + pp - 1 steps of a stage that works in m."""
+
+    worked: int = 0
+    passed: int = 0
+
+    def note(self, micro_batches: int, stages: int) -> None:
+        self.worked += micro_batches
+        self.passed += micro_batches + stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of a stage's time since the start, in [0, 1); 0 without a pipeline."""
+        return 1.0 - self.worked / self.passed if self.passed else 0.0
+
+
+class Agreement(Protocol):
+    """How replicas that share experts take their passes together; see `passes.lockstep.Lockstep`."""
+
+    reference: Any
+
+    def schedule(
+        self,
+        model: Any,
+        micro_batches: Sequence[Any],
+        backward: bool,
+        state_only: bool,
+        execute: Callable[..., Any],
+    ) -> list[Any]: ...
+
+    def scope(self, execute: Callable[..., Any]) -> AbstractContextManager[None]: ...
+
+    def all_true(self, value: bool) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,7 @@ class StepResult:
 
 @dataclass
 class Run:
-    """The run-persistent lifetime. Open one with `open_run`."""
+    """The run-persistent lifetime. Open one with `open_run`, update it through an `UpdateWindow`."""
 
     config: Config
     runtime: Runtime
@@ -56,11 +85,8 @@ class Run:
     reference: PolicyModel | None = None
     ledger: Ledger = field(default_factory=Ledger)
     pipeline_use: PipelineUse = field(default_factory=PipelineUse)  # since the last window opened
-    lockstep: Lockstep | None = None  # where experts are shared by several dp replicas
-    routing: RoutingTotals = field(init=False)  # of the window
-
-    def __post_init__(self) -> None:
-        self.routing = RoutingTotals(self)
+    lockstep: Agreement | None = None  # where experts are shared by several dp replicas
+    routing: RoutingTotals = field(default_factory=RoutingTotals)  # of the window
 
     @property
     def wide(self) -> torch.dtype:
@@ -111,10 +137,6 @@ class Run:
             last_layer=self.arch.last_attention_layer, keep_from=keep_from,
         )  # fmt: skip
 
-    def update_window(self) -> UpdateWindow:
-        """A new window at the current model version."""
-        return UpdateWindow(self)
-
     def zero_grad(self) -> None:
         """Clear the gradient buffers, if there are any."""
         if hasattr(self.model, "zero_grad_buffer"):
@@ -132,10 +154,9 @@ class Run:
         return all(all_finite(x) for x in (*core.parameters(), *core.buffers()) if x.is_floating_point())
 
     def step(self) -> StepResult:
-        """Optimizer step with the accumulated gradient; the model version moves."""
+        """Optimizer step with the accumulated gradient; the model version moves. `UpdateWindow.step` calls it."""
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         _, grad_norm, _ = self.optimizer.step()
-        update_router_bias(self)
         self.scheduler.step(increment=1)
         self.version += 1
         self.measure_run_bytes()
@@ -161,94 +182,3 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
     for value in state.values():
         if isinstance(value, torch.Tensor):
             yield value
-
-
-def read_model_architecture(config: Config) -> Architecture:
-    """Architecture of the configured model, with the attention that the run gives it.
-
-    A model of full attention becomes a LastKV one where the settings ask for it. Raises `UserError` as the readers
-    do, and for settings that contradict a LastKV model.
-    """
-    if config.model.checkpoint is not None:
-        folder = Path(config.model.checkpoint) / HF_FOLDER
-        arch = read_checkpoint_architecture(config.model.checkpoint)[0]
-    else:
-        assert config.model.hf is not None
-        folder = Path(config.model.hf)
-        arch = read_architecture(folder)
-    if arch.lastkv is not None:
-        _check_lastkv(config, arch.lastkv, folder / "config.json")
-    elif config.model.attention == "lastkv":
-        arch = arch.with_lastkv(LastKVSpec(config.lastkv.chunk_size, config.lastkv.blend))
-    return arch
-
-
-def _check_lastkv(config: Config, lastkv: LastKVSpec, file: Path) -> None:
-    """Raise `UserError` for a setting that contradicts what a LastKV model's config.json says."""
-    if config.model.attention != "lastkv":
-        raise UserError(
-            f'model.attention = "{config.model.attention}", but {file} has lastkv = {json.dumps(lastkv.to_dict())}; '
-            'valid for this model: "lastkv"'
-        )
-    for key, stored in lastkv.to_dict().items():
-        wanted = getattr(config.lastkv, key)
-        if key in config.lastkv.model_fields_set and wanted != stored:
-            raise UserError(
-                f"lastkv.{key} = {json.dumps(wanted)}, but {file} has lastkv.{key} = {json.dumps(stored)}, which is a "
-                "property of the model; leave the setting out"
-            )
-
-
-def load_policy(config: Config, runtime: Runtime, arch: Architecture) -> PolicyModel:
-    """The configured model with its weights, without gradient buffers.
-
-    Where ``arch`` has LastKV gates and the source none, they start at ``lastkv.gate_init``.
-    """
-    gate_init = None if arch.lastkv is None else config.lastkv.gate_init
-    model = configured_model(config, arch, runtime)
-    if config.model.checkpoint is not None:
-        load_checkpoint_weights(model, arch, config.model.checkpoint, runtime, gate_init)
-    else:
-        assert config.model.hf is not None
-        load_hf_weights(model, arch, config.model.hf, runtime, gate_init)
-    return model
-
-
-@contextmanager
-def open_run(
-    config: Config, runtime: Runtime, *, gradients: bool = False, optimizer: bool = False
-) -> Iterator[Run]:
-    """Load the model and open the run-persistent lifetime.
-
-    Args:
-        gradients: gradient buffers (all ranks hold the reduced gradient of their shard).
-        optimizer: an optimizer, sharded over dp and cp; implies gradients.
-
-    Raises `UserError` for a layout or checkpoint that does not fit.
-    """
-    arch = runtime.together(read_model_architecture, config)
-    runtime.together(check_layout, arch, runtime.layout)
-    runtime.together(check_lockstep, config, arch, runtime.layout)
-    runtime.together(check_routing, config, arch)
-    if runtime.is_main:
-        print(describe_rope(arch), flush=True)
-        if arch.lastkv is not None:
-            print(f"attention: {describe_attention(arch)}", flush=True)
-        rows = logits_rows(config, arch.vocab_size, runtime.layout.tp)
-        print(f"logits: of {rows} response tokens at a time (replay.logits_chunk)", flush=True)
-    model: Any = load_policy(config, runtime, arch)
-    run = Run(config, runtime, arch, model, version=1)
-    if spans_replicas(runtime.layout):
-        run.lockstep = Lockstep(run)
-    if optimizer and config.loss.kl_coef > 0:
-        run.reference = load_policy(config, runtime, arch).requires_grad_(False)
-    if gradients or optimizer:
-        shard = optimizer and runtime.groups.dp_cp.size() > 1
-        run.model = wrap_ddp(model, runtime, shard)
-        if optimizer:
-            run.optimizer, run.scheduler = build_optimizer(run.model, config, shard)
-    run.measure_run_bytes()
-    try:
-        yield run
-    finally:
-        run.model = run.optimizer = run.reference = None

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.group import GroupPhase, PromptGroup
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
-from megatron_lrl.lifetimes.replay import Branch, Replay, batches_of
+from megatron_lrl.lifetimes.node import NodePhase
+from megatron_lrl.lifetimes.prompt import PromptGroup
+from megatron_lrl.lifetimes.replay import Replay
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.lifetimes.work import Branch, work_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class LeasedGroup(PromptGroup):
         super().__init__(run, name, prompt_ids, "response_only")
         self.version, self.max_staleness = owner.version, max_staleness
         self._owner = owner
-        self.state, self.phase = owner.state, GroupPhase.CAPTURED
+        self.state, self.phase = owner.state, NodePhase.CAPTURED
 
     @property
     def age(self) -> int:
@@ -56,14 +58,14 @@ class LeasedGroup(PromptGroup):
 
     def check_identity(self) -> None:
         """As for any group, but the model may be up to ``max_staleness`` steps ahead of the prefix."""
-        if GroupPhase.CLOSED in (self.phase, self._owner.phase):
+        if NodePhase.CLOSED in (self.phase, self._owner.phase):
             raise RuntimeError(f"group {self.name} is closed: its prefix is gone")
         needed = self.run.identity(self.prefix_ids)
         self.identity.require(replace(needed, max_staleness=self.max_staleness))
 
     def close(self) -> None:
         """End the lease; the prefix stays with the cache."""
-        self.state, self.phase = None, GroupPhase.CLOSED
+        self.state, self.phase = None, NodePhase.CLOSED
 
 
 class StalePrefixCache:
@@ -114,7 +116,7 @@ class StalePrefixCache:
         """Score one response on the leased prefix and on a fresh capture of the same prompt."""
 
         def score(group: PromptGroup) -> Tensor:
-            return Replay(group).score(batches_of([probe], 1))[0][0][0].double()
+            return Replay(group).score(work_of([[probe]]))[0][1][0].double()
 
         with torch.no_grad():
             stale_R = score(leased)

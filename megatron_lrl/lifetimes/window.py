@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,13 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.experts.balance import update_router_bias
 from megatron_lrl.lifetimes.contributions import BranchKey, Contributions
-from megatron_lrl.lifetimes.documents import Documents
-from megatron_lrl.lifetimes.group import PromptGroup
-from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, Replay, TokenLoss
-from megatron_lrl.passes.schedule import PipelineUse
-
-if TYPE_CHECKING:
-    from megatron_lrl.lifetimes.run import Run, StepResult
+from megatron_lrl.lifetimes.node import Node
+from megatron_lrl.lifetimes.prompt import PromptGroup
+from megatron_lrl.lifetimes.replay import NonFiniteLoss, Replay
+from megatron_lrl.lifetimes.run import PipelineUse, Run, StepResult
+from megatron_lrl.lifetimes.work import Work
 
 
 class WindowPhase(Enum):
@@ -99,21 +98,19 @@ class UpdateWindow:
         self.run.ledger.add("window", nbytes)
         self.phase = WindowPhase.FIXED
 
-    def replay(
-        self, group: PromptGroup | Documents, batches: Sequence[Sequence[Branch]], losses: Sequence[TokenLoss]
-    ) -> list[dict[str, Tensor]]:
-        """Add the gradient of a group's branches, count them, and sweep the prefix. Returns metric sums.
+    def replay(self, node: Node, work: Work) -> list[dict[str, Tensor]]:
+        """Add the gradient of what hangs below a node, count its responses, and sweep the node. Returns metric sums.
 
-        All branches of the group that belong to this rank's window must be given in one call.
+        All responses of the node that belong to this rank's window must be given in one call.
         """
         self._require(WindowPhase.FIXED)
         assert self.contributions is not None
-        keys = [branch.key for batch in batches for branch in batch]
+        keys = work.keys()
         self.contributions.check(keys)
-        replay = Replay(group, self.balance)
-        metrics = replay.gradient(batches, losses)
-        group.sweep()
+        replay = Replay(node, self.balance)
+        metrics = replay.gradient(work)
         self._nonfinite += replay.nonfinite
+        node.sweep()
         self.contributions.count(keys)
         return metrics
 
@@ -166,6 +163,7 @@ class UpdateWindow:
         self._require(WindowPhase.REPLAYED)
         if not self.gradient_finite():
             raise FloatingPointError("the window's gradient is not finite; no parameter was changed")
+        update_router_bias(self.run)
         result = self.run.step()
         self.close()
         finite = math.isfinite(result.grad_norm) and self.run.parameters_finite()

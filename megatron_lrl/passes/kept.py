@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lrl.layers.advance import advance, token_layout
+from megatron_lrl.layers.advance import Tokens, advance, token_layout
 from megatron_lrl.layers.sequence import SequenceState
-from megatron_lrl.passes.ledger import SavedBytes
+from megatron_lrl.lifetimes.ledger import SavedBytes
 
 
 class KeptGraphs:
@@ -44,7 +44,7 @@ class KeptGraphs:
         self,
         model: Any,
         state: SequenceState,
-        tokens: Sequence[int],
+        tokens: Tokens,
         number: int,
         agree: Callable[[int], int],
     ) -> Tensor:

@@ -12,8 +12,8 @@ schedule they announce what they are about to run:
 An idle pass feeds one token to a fresh state, and in a backward its loss is zero: it meets every exchange, serves the
 others' tokens with its experts, and adds their gradient. Its own token leaves nothing behind.
 
-A phase (sampling, accumulating, scoring) runs inside `Lockstep.phase`, which serves idle passes until all are done.
-Nothing inside a phase may be a collective over other replicas.
+Sampling, accumulating and scoring run inside `Lockstep.scope`, which serves idle passes until all are done.
+Nothing inside may be a collective over other replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,9 @@ from torch import Tensor
 from megatron_lrl.errors import RankFailure, UserError
 from megatron_lrl.layers.advance import advance
 from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.runtime import Layout
 from megatron_lrl.settings import Config
-
-if TYPE_CHECKING:
-    from megatron_lrl.lifetimes.run import Run
 
 _BACKWARD, _FULL, _REFERENCE = 1, 2, 4
 """Bits of an announced kind: with a backward; the last layer is run to its end; the reference model's pass."""
@@ -77,7 +75,7 @@ def check_lockstep(config: Config, arch: Architecture, layout: Layout, contract:
 class Lockstep:
     """The agreement of one rank with the ranks that hold the rest of its experts.
 
-    It reads the run's model and groups when it needs them: they are built anew after a failure.
+    It reads the run's model and groups when it needs them.
     """
 
     def __init__(self, run: Run) -> None:
@@ -112,7 +110,7 @@ class Lockstep:
                 return execute(model, [*micro_batches, *idle], backward)[: len(micro_batches)]
 
     @contextmanager
-    def phase(self, execute: Any) -> Iterator[None]:
+    def scope(self, execute: Any) -> Iterator[None]:
         """A part of the work after which no replica goes on before all are done.
 
         A failure between two passes is announced, and the others raise it too (`UserError`, or its subclass
@@ -132,7 +130,7 @@ class Lockstep:
             raise
 
     def all_true(self, value: bool) -> bool:
-        """Whether it is true on every rank of the agreement; collective over them, between phases."""
+        """Whether it is true on every rank of the agreement; collective over them, between scopes."""
         flag = torch.tensor(float(value), device=self.run.runtime.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
@@ -193,7 +191,7 @@ class Lockstep:
 
 
 class _Announced(Exception):
-    """Another rank's failure, on its way out of the phase."""
+    """Another rank's failure, on its way out of the scope."""
 
     def __init__(self, cause: UserError) -> None:
         super().__init__(str(cause))

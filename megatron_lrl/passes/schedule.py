@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_lrl.layers.sequence import SequenceState
+from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.runtime import Runtime
 
 MicroBatch = Callable[[Any], tuple[Tensor, Callable[[Tensor], Any]]]
@@ -24,25 +25,8 @@ MicroBatch = Callable[[Any], tuple[Tensor, Callable[[Tensor], Any]]]
 ``(loss, data)`` when gradients are wanted, ``data`` otherwise."""
 
 
-@dataclass
-class PipelineUse:
-    """How much of a pipeline's time passes filled: m micro-batches take m + pp - 1 steps of a stage that works in m."""
-
-    worked: int = 0
-    passed: int = 0
-
-    def note(self, micro_batches: int, stages: int) -> None:
-        self.worked += micro_batches
-        self.passed += micro_batches + stages - 1
-
-    @property
-    def bubble(self) -> float:
-        """Idle share of a stage's time since the start, in [0, 1); 0 without a pipeline."""
-        return 1.0 - self.worked / self.passed if self.passed else 0.0
-
-
 def run_schedule(
-    run: Any, model: Any, micro_batches: Sequence[MicroBatch], backward: bool, state_only: bool = False
+    run: Run, model: Any, micro_batches: Sequence[MicroBatch], backward: bool, state_only: bool = False
 ) -> list[Any]:
     """Run the micro-batches through this rank's stage. Returns their data, in order, on the last stage ([] elsewhere).
 
@@ -60,7 +44,7 @@ def run_schedule(
 
 
 @contextmanager
-def phase(run: Any) -> Iterator[None]:
+def in_lockstep(run: Run) -> Iterator[None]:
     """A part of the work in which replicas may run different numbers of passes, and that they leave together.
 
     Collective over the replicas that share experts; where none do, it does nothing.
@@ -68,11 +52,11 @@ def phase(run: Any) -> Iterator[None]:
     if run.lockstep is None:
         yield
         return
-    with run.lockstep.phase(partial(_execute, run)):
+    with run.lockstep.scope(partial(_execute, run)):
         yield
 
 
-def _execute(run: Any, model: Any, micro_batches: Sequence[MicroBatch], backward: bool) -> list[Any]:
+def _execute(run: Run, model: Any, micro_batches: Sequence[MicroBatch], backward: bool) -> list[Any]:
     run.pipeline_use.note(len(micro_batches), run.runtime.layout.pp)
 
     def forward_step(iterator: Any, stage: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -100,7 +84,7 @@ def _execute(run: Any, model: Any, micro_batches: Sequence[MicroBatch], backward
         )
 
 
-def in_passes[T](steps: Sequence[T], state: Any, run: Any) -> list[list[T]]:
+def in_passes[T](steps: Sequence[T], state: SequenceState, run: Run) -> list[list[T]]:
     """Micro-batches of one sequence as lists that may run in one schedule.
 
     All at once fill a pipeline; a state whose passes wait for the last stage's result gets one pass at a time.

@@ -21,8 +21,8 @@ from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.kind import Capture, Place
 from megatron_lrl.layers.kinds import kinds_of
 from megatron_lrl.layers.softmax.kernels import accumulate_dtype
-from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
+from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.build import configured_model
 from megatron_lrl.plan.graphs import Graphs, Work

@@ -20,12 +20,13 @@ from typing import NamedTuple
 import torch
 
 from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.group import PromptGroup
-from megatron_lrl.lifetimes.replay import Branch, Replay, batches_of
+from megatron_lrl.lifetimes.ledger import Ledger
+from megatron_lrl.lifetimes.prompt import PromptGroup
+from megatron_lrl.lifetimes.replay import Replay
 from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.work import Branch, batches_of, work_of
 from megatron_lrl.models.build import configured_model
 from megatron_lrl.models.hf_config import Architecture
-from megatron_lrl.passes.ledger import Ledger
 
 _FEW_CHUNKS = 4
 """LastKV chunks from which on a response (or a conventional prompt) takes the same for every further one."""
@@ -154,7 +155,7 @@ class Graphs:
         before, run.ledger = run.ledger, _PartsLedger()
         try:
             with PromptGroup(run, "plan", (0,) * work.prompt, contract) as group:
-                Replay(group).gradient(batches, [_no_loss] * len(batches))
+                Replay(group).gradient(work_of(batches, [_no_loss] * len(batches)))
                 graph, held = run.ledger.graph, run.ledger.peak["replay"]
                 # A sweep knows the prompt, not what was replayed.
                 swept = kinds, contract, work.prompt

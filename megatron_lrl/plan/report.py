@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.experts.recorded import check_routing
 from megatron_lrl.layers.kinds import describe_attention
-from megatron_lrl.lifetimes.run import Run, read_model_architecture
+from megatron_lrl.layers.moe.routing import check_routing
+from megatron_lrl.lifetimes.ledger import Ledger
+from megatron_lrl.lifetimes.open import read_model_architecture
+from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.models.layout_check import check_layout
-from megatron_lrl.passes.ledger import Ledger
 from megatron_lrl.plan.bytes import (
     Plan,
     RankBytes,

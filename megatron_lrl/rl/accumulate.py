@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,27 +18,21 @@ from tqdm import tqdm
 from megatron_lrl.errors import UserError
 from megatron_lrl.experts.recorded import RecordedRouting
 from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.group import GroupPhase, PromptGroup
-from megatron_lrl.lifetimes.replay import Branch, Replay, TokenLoss, batches_of
+from megatron_lrl.lifetimes.ledger import storage_bytes
+from megatron_lrl.lifetimes.node import NodePhase
+from megatron_lrl.lifetimes.prompt import PromptGroup
+from megatron_lrl.lifetimes.replay import Replay
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
-from megatron_lrl.passes.ledger import storage_bytes
-from megatron_lrl.passes.schedule import from_last_stage, phase
+from megatron_lrl.lifetimes.work import Branch, TokenLoss, Work, tree_work, work_of
+from megatron_lrl.passes.schedule import from_last_stage, in_lockstep
 from megatron_lrl.rl.advantage import group_advantages
 from megatron_lrl.rl.loss import merge_metrics, policy_loss, token_weights, window_totals
 from megatron_lrl.rl.stopwatch import Stopwatch
+from megatron_lrl.rl.terms import BranchTerms, measured, token_loss
 from megatron_lrl.rollout.recorded_routing import Routing
 from megatron_lrl.rollout.types import Group
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config, LossTable
-
-
-@dataclass(frozen=True)
-class BranchTerms:
-    """Everything the loss needs of a response, fixed when the window opens. All float64 [R] on the CPU, or None."""
-
-    weight_R: Tensor
-    advantage_R: Tensor
-    sampler_R: Tensor | None  # the sampler's log-probabilities
 
 
 class WindowPlan:
@@ -125,80 +118,21 @@ def require_routing(groups: Sequence[Group], config: Config) -> None:
                 )
 
 
-def score_group(group: PromptGroup, branches: Sequence[Branch], concurrent: int) -> dict[BranchKey, Tensor]:
+def score_group(group: PromptGroup, branches: Sequence[Branch]) -> dict[BranchKey, Tensor]:
     """Log-probabilities [R] of each branch under the group's model, without a graph, on every rank."""
-    batches = batches_of(branches, concurrent)
-    results = Replay(group).score(batches)
-    return {
-        branch.key: logprob_R.double()
-        for batch, of_batch in zip(batches, results, strict=True)
-        for branch, (logprob_R, _) in zip(batch, of_batch, strict=True)
-    }
+    found = {branch.key: torch.zeros(len(branch.ids), dtype=torch.float64) for branch in branches}
+    for part, (logprob_N, _) in Replay(group).score(_work(group, branches, None)):
+        for key, tokens in part.owners:
+            found[key][part.start : part.start + tokens] = logprob_N[:tokens]
+    return found
 
 
-def token_loss(
-    batch: Sequence[Branch],
-    terms: Mapping[BranchKey, BranchTerms],
-    settings: LossTable,
-    device: torch.device,
-    reference: Mapping[BranchKey, Tensor] | None = None,
-    current: Mapping[BranchKey, Tensor] | None = None,
-) -> TokenLoss:
-    """The loss of a micro-batch as a function of its log-probabilities.
-
-    ``reference``: the reference model's log-probabilities; ``current``: the policy's own, by replay. With
-    loss.importance_cap they are the old ones, and those of the sampler only weigh the tokens; "gspo" takes the ratio of
-    a response from them.
-    """
-
-    def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-        present = [part for part in parts if part is not None]
-        if not present or len(present) != len(parts):
-            return None
-        return torch.cat(present).to(device, non_blocking=True)
-
-    keys = [branch.key for branch in batch]
-    weight_N = joined([terms[key].weight_R for key in keys])
-    advantage_N = joined([terms[key].advantage_R for key in keys])
-    sampler_N = joined([terms[key].sampler_R for key in keys])
-    ref_N = None if reference is None else joined([reference[key] for key in keys])
-    recomputed = current is not None and settings.importance_cap > 0
-    old_N = joined([current[key] for key in keys]) if current is not None and recomputed else sampler_N
-    response_N = None
-    if settings.objective == "gspo":
-        policy = {} if current is None or recomputed else current
-        response_N = joined([_response_log_ratio(terms[key], policy.get(key)) for key in keys])
-    assert weight_N is not None and advantage_N is not None
-
-    def loss(logprob_S: Tensor, entropy_S: Tensor, index_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        def at(x_N: Tensor | None) -> Tensor | None:
-            return None if x_N is None else x_N[index_S]
-
-        total, metrics = policy_loss(
-            logprob_S,
-            at(old_N),
-            advantage_N[index_S],
-            weight_N[index_S],
-            at(ref_N),
-            settings,
-            at(sampler_N),
-            at(response_N),
-        )
-        return total, {**metrics, **_measured(logprob_S, entropy_S, at(sampler_N))}
-
-    return loss
-
-
-def _response_log_ratio(terms: BranchTerms, current_R: Tensor | None) -> Tensor:
-    """[R]: at every token the mean log-ratio of the response's scored tokens.
-
-    0 without old log-probabilities, and without ``current_R``: the old ones are the policy's own then.
-    """
-    if terms.sampler_R is None or current_R is None:
-        return torch.zeros_like(terms.weight_R)
-    scored_R = terms.weight_R > 0
-    mean = torch.where(scored_R, current_R - terms.sampler_R, 0).sum() / scored_R.sum()
-    return mean.expand_as(terms.weight_R)
+def _work(
+    group: PromptGroup, branches: Sequence[Branch], loss_of: Callable[[Sequence[Branch]], TokenLoss] | None
+) -> Work:
+    """The branches of a group, merged where they share tokens; the conventional contract runs each alone."""
+    replay = group.run.config.replay
+    return tree_work(branches, replay.concurrent, 0 if group.conventional else replay.share_tokens, loss_of)
 
 
 def accumulate(
@@ -225,7 +159,6 @@ def accumulate(
     run, config = window.run, window.run.config
     if window.phase is WindowPhase.OPEN:  # else it starts over, and knows them
         window.fix(plan.local_keys, plan.nbytes)
-    concurrent = config.replay.concurrent
     merged: dict[str, Tensor] = _no_tokens(run.wide, config.loss, run.runtime.device)
     bar = tqdm(
         total=len(plan.local_keys), desc="replay", unit="resp", leave=False, delay=2,
@@ -238,51 +171,47 @@ def accumulate(
     for name, idle in (captured or {}).items():
         if name not in replayed:
             idle.close()
-    with bar, phase(run):
+    with bar, in_lockstep(run):
         for group in plan.local:
             prefix = (captured or {}).get(group.id)
             if prefix is None:
                 prefix = window.prompt_group(group.id, group.prompt_ids, contract, quiet=quiet)
             with closing(prefix):
-                batches, losses = _losses(window, plan, group, prefix, concurrent, reference, watch)
-                with watch.phase("replay"):
-                    for metrics in window.replay(prefix, batches, losses):
+                loss_of = _loss_of(window, plan, group, prefix, reference, watch)
+                with watch.timed("replay"):
+                    for metrics in window.replay(prefix, _work(prefix, plan.branches(group), loss_of)):
                         merged = merge_metrics(merged, metrics)
             bar.update(len(plan.branches(group)))
     sums = _merge_over_ranks(merged, run.runtime)
-    return {**sums, **run.routing.mismatch()} if plan.records_routing else sums
+    return {**sums, **run.routing.mismatch(run.runtime.device)} if plan.records_routing else sums
 
 
-def _losses(
+def _loss_of(
     window: UpdateWindow,
     plan: WindowPlan,
     group: Group,
     prefix: PromptGroup,
-    concurrent: int,
     reference: Any,
     watch: Stopwatch,
-) -> tuple[list[list[Branch]], list[TokenLoss]]:
-    """A group's micro-batches and their losses; captures ``prefix`` unless it is resident."""
+) -> Callable[[Sequence[Branch]], TokenLoss]:
+    """The loss of some branches of a group; captures ``prefix`` unless it is resident."""
     config, branches = window.run.config, plan.branches(group)
     reference_logprobs = current = None
     if reference is not None and config.loss.kl_coef > 0:
         with (
-            watch.phase("score"),
+            watch.timed("score"),
             window.prompt_group(group.id, group.prompt_ids, "response_only", reference) as frozen,
         ):
-            reference_logprobs = score_group(frozen, branches, concurrent)
-    if prefix.phase is GroupPhase.NEW:
-        with watch.phase("capture"):
+            reference_logprobs = score_group(frozen, branches)
+    if prefix.phase is NodePhase.NEW:
+        with watch.timed("capture"):
             prefix.capture()
     recorded = all(plan.terms[branch.key].sampler_R is not None for branch in branches)
     if config.loss.importance_cap > 0 or (config.loss.objective == "gspo" and recorded):
-        with watch.phase("score"):
-            current = score_group(prefix, branches, concurrent)
-    batches, device = batches_of(branches, concurrent), window.run.runtime.device
-    losses = [
-        token_loss(batch, plan.terms, config.loss, device, reference_logprobs, current) for batch in batches
-    ]
-    return batches, losses
+        with watch.timed("score"):
+            current = score_group(prefix, branches)
+    device = window.run.runtime.device
+    return lambda batch: token_loss(batch, plan.terms, config.loss, device, reference_logprobs, current)
 
 
 def _share_reference(window: UpdateWindow, reference: Any) -> None:
@@ -303,7 +232,7 @@ def nonfinite_branches(window: UpdateWindow, plan: WindowPlan, reference: Any = 
     def alone(name: str, action: Callable[[], Any] | None) -> None:
         """Gradient of one action of one replica; where replicas share experts, some of it lies on the others."""
         run.zero_grad()
-        with phase(run):
+        with in_lockstep(run):
             if action is not None:
                 action()
         finite = run.gradients_finite()
@@ -315,16 +244,17 @@ def nonfinite_branches(window: UpdateWindow, plan: WindowPlan, reference: Any = 
     # Replicas that share experts take turns, so that no other branch's gradient is in the buffers.
     for group in plan.local if run.lockstep is None else plan.groups:
         if group not in plan.local:
-            with phase(run):  # its capture
+            with in_lockstep(run):  # its capture
                 pass
             for _ in range(len(plan.branches(group)) + 1):
                 alone("", None)
             continue
         with closing(window.prompt_group(group.id, group.prompt_ids)) as prefix:
-            with phase(run):
-                batches, losses = _losses(window, plan, group, prefix, 1, reference, watch)
-            for batch, loss in zip(batches, losses, strict=True):
-                alone(str(batch[0].key), partial(Replay(prefix).gradient, [batch], [loss]))
+            with in_lockstep(run):
+                loss_of = _loss_of(window, plan, group, prefix, reference, watch)
+            for branch in plan.branches(group):
+                work = work_of([[branch]], [loss_of([branch])])
+                alone(str(branch.key), partial(Replay(prefix).gradient, work))
             alone(f"the prefix of {group.id}", prefix.sweep)
     run.zero_grad()
     found = sorted({name for part in run.runtime.gather_objects(names) for name in part})
@@ -346,16 +276,7 @@ def _no_tokens(dtype: torch.dtype, settings: LossTable, device: torch.device) ->
     """Metric sums of nothing: what a rank without a group contributes."""
     empty = torch.zeros(0, dtype=dtype, device=device)
     _, metrics = policy_loss(empty, empty, empty, empty, empty, settings, empty, empty)
-    return {**metrics, **_measured(empty, empty, empty)}
-
-
-def _measured(logprob_S: Tensor, entropy_S: Tensor, sampler_S: Tensor | None) -> dict[str, Tensor]:
-    """Metrics of a pass that are no part of the loss: entropy, and the worst log-probability against the sampler's."""
-    zero = entropy_S.new_zeros(())
-    worst = zero
-    if sampler_S is not None and sampler_S.numel():
-        worst = (logprob_S.detach() - sampler_S.to(logprob_S)).abs().max()
-    return {"entropy_sum": entropy_S.sum(), "logprob_difference_max": worst}
+    return {**metrics, **measured(empty, empty, empty, empty)}
 
 
 def _merge_over_ranks(metrics: dict[str, Tensor], runtime: Runtime) -> dict[str, Tensor]:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.documents import Documents
-from megatron_lrl.lifetimes.replay import Branch, NonFiniteLoss, Replay, TokenLoss
+from megatron_lrl.lifetimes.node import Documents
+from megatron_lrl.lifetimes.replay import NonFiniteLoss, Replay
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
-from megatron_lrl.passes.schedule import from_last_stage, phase
+from megatron_lrl.lifetimes.work import Branch, TokenLoss, work_of
+from megatron_lrl.passes.schedule import from_last_stage, in_lockstep
 from megatron_lrl.rl.lm_data import Corpus
 from megatron_lrl.rl.stopwatch import Stopwatch
 
@@ -47,7 +48,7 @@ class LmTrainer:
         run, watch, what = self.run, Stopwatch(), f"update {number + 1}"
         result = fault = None
         start = self._evaluate(watch) if number == 0 else {}
-        with run.update_window() as window:
+        with UpdateWindow(run) as window:
             loss_sum, tokens, finite = self.retry.until_reduced(
                 window, lambda: self._attempt(window, number, watch), what
             )
@@ -56,7 +57,7 @@ class LmTrainer:
                 if run.config.train.on_nonfinite == "stop":
                     raise UserError(f"{what}: {fault}; no parameter was changed")
             else:
-                with watch.phase("step"):
+                with watch.timed("step"):
                     result = window.step()
         seconds = watch.total - watch.seconds.get("held_out", 0.0)
         metrics = {
@@ -85,11 +86,11 @@ class LmTrainer:
         run, length = self.run, self.run.config.lm.sequence_length
         runtime = run.runtime
         sum_2 = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # losses, tokens
-        with watch.phase("held_out"), phase(run):
+        with watch.timed("held_out"), in_lockstep(run):
             for i in range(runtime.dp_rank, self.held_out.sequences(length), runtime.dp):
                 parts = self.held_out.sequence(i, length)
                 batch = [Branch(BranchKey(f"held_out{i}", j), tuple(part)) for j, part in enumerate(parts)]
-                for logprob_R, _ in Replay(Documents(run)).score([batch])[0] if batch else []:
+                for _, (logprob_R, _) in Replay(Documents(run)).score(work_of([batch] if batch else [])):
                     sum_2[0] -= logprob_R.double().sum().item()
                     sum_2[1] += len(logprob_R)
         # Every rank of a replica holds the replica's sums.
@@ -116,18 +117,18 @@ class LmTrainer:
         if window.phase is WindowPhase.OPEN:
             window.fix(branch.key for batch in batches for branch in batch)
         loss: TokenLoss = _mean_over(tokens)
-        with watch.phase("replay"):
+        with watch.timed("replay"):
             documents = sum(map(len, sequences))
             window.balance = run.config.moe.aux_loss_coef / max(1, documents)
-            with phase(run):
-                sums = window.replay(Documents(run), batches, [loss] * len(batches))
+            with in_lockstep(run):
+                sums = window.replay(Documents(run), work_of(batches, [loss] * len(batches)))
             total = torch.zeros((), dtype=torch.float64, device=run.runtime.device)
             for part in sums:
                 total += part["loss_sum"].double()
             if run.runtime.is_last_stage:
                 dist.all_reduce(total, group=run.runtime.groups.dp_cp)
             total = from_last_stage(total, run.runtime)
-        with watch.phase("reduce"):
+        with watch.timed("reduce"):
             try:
                 window.reduce()
             except NonFiniteLoss:  # on all ranks alike

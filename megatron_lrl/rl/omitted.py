@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_lrl.lifetimes.gradients import compare_gradients, snapshot
 from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.settings import Config
@@ -30,7 +31,7 @@ def exact_gradient(run: Run, plan: WindowPlan, watch: Stopwatch) -> dict[str, Te
     leave the extra window out.
     """
     peaks = dict(run.ledger.peak)
-    with watch.phase("omitted"), run.update_window() as window:
+    with watch.timed("omitted"), UpdateWindow(run) as window:
         accumulate(window, plan, contract="exact", reference=run.reference)
         window.reduce()
         gradient = snapshot(run.model)

@@ -15,7 +15,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield

@@ -1,7 +1,7 @@
 """The main job: GRPO updates on resident prefixes, four nested lifetimes an update.
 
     with open_run(...) as run:                       parameters, optimizer
-        with run.update_window() as window:          one model version, one step
+        with UpdateWindow(run) as window:          one model version, one step
             with window.prompt_group(...) as prefix:     capture -> sample -> (journal, normaliser) -> replay -> sweep
                 ... Replay(prefix) ...                       K live graphs at a time
             window.reduce(); window.step()
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.replay import NonFiniteLoss
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run, StepResult
 from megatron_lrl.lifetimes.stale import Drift, LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
-from megatron_lrl.passes.schedule import phase
+from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.rl.accumulate import (
     WindowPlan,
     accumulate,
@@ -47,7 +47,7 @@ from megatron_lrl.rollout.types import Group, Prompt
 _SHOWN_PROMPT_TOKENS = 48
 """The end of a prompt that a logged sample shows."""
 
-_PHASES = ("capture", "rollout", "score", "replay", "reduce", "step")
+_TIMED = ("capture", "rollout", "score", "replay", "reduce", "step")
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class Trainer:
         finite and train.on_nonfinite is "stop". No parameter has changed then.
         """
         run, watch, what = self.run, Stopwatch(), f"update {number + 1}"
-        with run.update_window() as window:
+        with UpdateWindow(run) as window:
             done = self.retry.until_reduced(window, lambda: self._attempt(window, number, watch), what)
             result = None
             if done.fault is None:
-                with watch.phase("step"):
+                with watch.timed("step"):
                     result = window.step()
             elif run.config.train.on_nonfinite == "stop":
                 raise UserError(
@@ -130,20 +130,20 @@ class Trainer:
             captured: dict[str, PromptGroup] = {}
             recorded = self._recall(number)
             if recorded is None:
-                with phase(run):
+                with in_lockstep(run):
                     captured, rollouts = self._sample(window, resident, number, watch)
                 recorded = self._record(number, rollouts)
             plan = WindowPlan(recorded.groups, run.config, runtime.dp, runtime.dp_rank)
             if self.stale is not None and not captured:
-                with phase(run):
+                with in_lockstep(run):
                     captured = {
                         g.id: self.stale.lease(window, g.id, g.prompt_ids, quiet=False) for g in plan.local
                     }
-            with watch.phase("score"):
+            with watch.timed("score"):
                 drifts = self._drifts(window, plan, captured)
             exact = exact_gradient(run, plan, watch) if measures_omitted(run.config, number) else None
             sums = accumulate(window, plan, captured=captured, reference=run.reference, watch=watch)
-        with watch.phase("reduce"):
+        with watch.timed("reduce"):
             try:
                 window.reduce()
             except NonFiniteLoss as error:  # on all ranks alike
@@ -163,7 +163,7 @@ class Trainer:
             return []
         leased = [group for group in captured.values() if isinstance(group, LeasedGroup) and group.age]
         mine: list[Drift] = []
-        with phase(self.run):
+        with in_lockstep(self.run):
             if leased:
                 oldest = max(leased, key=lambda group: group.age)
                 group = next(group for group in plan.groups if group.id == oldest.name)
@@ -207,7 +207,7 @@ class Trainer:
             if place % runtime.dp != runtime.dp_rank:
                 continue
             contract = config.prefix.contract if keep else "response_only"
-            with watch.phase("capture"):
+            with watch.timed("capture"):
                 group: PromptGroup
                 if self.stale is not None:
                     group = self.stale.lease(window, prompt.id, prompt.prompt_ids, quiet=False)
@@ -215,7 +215,7 @@ class Trainer:
                     group = resident.enter_context(
                         window.prompt_group(prompt.id, prompt.prompt_ids, contract, quiet=False)
                     )
-            with watch.phase("rollout"):
+            with watch.timed("rollout"):
                 rollouts[place] = self.sampler.sample(
                     group, config.rollout.group_size, config.rollout.max_new_tokens, number
                 )
@@ -344,4 +344,4 @@ def _metrics(
         }
     if result is not None:
         values |= {"optimizer/grad_norm": result.grad_norm, "optimizer/lr": result.lr}
-    return values | {f"seconds/{name}": watch.seconds.get(name, 0.0) for name in _PHASES}
+    return values | {f"seconds/{name}": watch.seconds.get(name, 0.0) for name in _TIMED}

@@ -28,12 +28,12 @@ from megatron_lrl.checkpoint.training import (
 )
 from megatron_lrl.config import check_train, differing_settings
 from megatron_lrl.errors import UserError
-from megatron_lrl.experts.recorded import expert_layers
+from megatron_lrl.layers.moe.routing import expert_layers
+from megatron_lrl.lifetimes.open import open_run, read_model_architecture
 from megatron_lrl.lifetimes.retry import Retry
-from megatron_lrl.lifetimes.retry_connections import Connections
-from megatron_lrl.lifetimes.run import open_run, read_model_architecture
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.hf_config import Architecture
-from megatron_lrl.passes.schedule import phase
+from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.plan.report import against_measured, plan_of_run
 from megatron_lrl.preflight import check_target
 from megatron_lrl.rl.accumulate import (
@@ -131,8 +131,6 @@ def _material(config: Config) -> tuple[Corpus, Corpus | None] | tuple[list[Promp
 
 def train(config: Config, runtime: Runtime) -> None:
     """Run the configured updates, resuming from the newest checkpoint of the output folder and its journal."""
-    connections = Connections.of(runtime)  # while there are none but the process groups'
-
     material = runtime.together(_material, config)
     assert config.train.output is not None
     output = Path(config.train.output)
@@ -153,7 +151,7 @@ def train(config: Config, runtime: Runtime) -> None:
             first = int(progress["update"])
         runtime.together(claim_output, output, config, runtime.is_main)
         journal = Journal(output, config, inputs)
-        retry = Retry(run, config.train.window_attempts, connections, lambda: interrupt.asked)
+        retry = Retry(run, config.train.window_attempts)
         trainer: Trainer | LmTrainer
         prompts: list[Prompt] = []
         if len(material) == 2:
@@ -239,10 +237,10 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
     sampled: list[tuple[int, Rollout]] = []
     with open_run(config, runtime) as run:
         trainer = Trainer(run, prompts, reward, text)
-        with phase(run):
+        with in_lockstep(run):
             for place, prompt in _shared(list(enumerate(prompts)), runtime, "generate"):
                 with (
-                    run.update_window() as window,
+                    UpdateWindow(run) as window,
                     window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False) as group,
                 ):
                     rollout = trainer.sampler.sample(
@@ -265,14 +263,14 @@ def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None
     """Write the log-probabilities of recorded responses under the model."""
     groups = runtime.together(_recorded, config, runtime, trajectories, out)
     mine: list[tuple[int, dict[str, Any]]] = []
-    with open_run(config, runtime) as run, phase(run):
+    with open_run(config, runtime) as run, in_lockstep(run):
         for place, group in _shared(list(enumerate(groups)), runtime, "score"):
             branches = branches_of(group)
             with (
-                run.update_window() as window,
+                UpdateWindow(run) as window,
                 window.prompt_group(group.id, group.prompt_ids, quiet=False) as prefix,
             ):
-                logprobs = score_group(prefix, branches, config.replay.concurrent)
+                logprobs = score_group(prefix, branches)
             scored = [_scored(logprobs[branch.key], branch.mask) for branch in branches]
             mine.append((place, {"id": group.id, "logprobs": scored}))
     records = _gather(mine, runtime)
@@ -297,7 +295,7 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
     """
     groups = runtime.together(_recorded, config, runtime, trajectories, out)
     plan = runtime.together(WindowPlan, groups, config, runtime.dp, runtime.dp_rank)
-    with open_run(config, runtime, gradients=True) as run, run.update_window() as window:
+    with open_run(config, runtime, gradients=True) as run, UpdateWindow(run) as window:
         # The reference is the model as loaded: the policy itself.
         reference = run.core(run.model) if config.loss.kl_coef > 0 else None
         sums = accumulate(window, plan, reference=reference, quiet=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lrl.experts.recorded import Recorder
 from megatron_lrl.layers.advance import advance
 from megatron_lrl.layers.sequence import SequenceState
-from megatron_lrl.lifetimes.group import PromptGroup
+from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.passes.schedule import from_last_stage, run_schedule, sum_over_cp
 from megatron_lrl.rollout.recorded_routing import Routing
 from megatron_lrl.rollout.sampling import SampleHead, uniform

@@ -12,7 +12,7 @@ from megatron_lrl.checkpoint.hf_export import export_checkpoint, gather_hf_tenso
 from megatron_lrl.checkpoint.hf_import import import_checkpoint
 from megatron_lrl.config import load_config
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.run import load_policy, open_run, read_model_architecture
+from megatron_lrl.lifetimes.open import load_policy, open_run, read_model_architecture
 from megatron_lrl.models.hf_config import LastKVSpec
 from megatron_lrl.rl import verbs
 from megatron_lrl.runtime import Layout, Runtime, runtime_scope

@@ -82,7 +82,9 @@ gdn_sizes = {
 }
 
 
-def _gdn(keys_per_rank: int, tp: int, ratio: int, key_dim: int, value_dim: int) -> tuple[gdn.GdnHeads, int, int]:
+def _gdn(
+    keys_per_rank: int, tp: int, ratio: int, key_dim: int, value_dim: int
+) -> tuple[gdn.GdnHeads, int, int]:
     keys = keys_per_rank * tp
     return gdn.GdnHeads(keys, keys * ratio, key_dim, value_dim), keys * key_dim, keys * ratio * value_dim
 

@@ -34,7 +34,11 @@ def test_what_is_finished_is_published(tmp_path: Path) -> None:
     assert not target.exists()
     publish(target)
     discard(target)
-    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["deep", "deep/out", "deep/out/file"]
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == [
+        "deep",
+        "deep/out",
+        "deep/out/file",
+    ]
     with pytest.raises(UserError, match="not an empty directory"):
         prepare(target)
 

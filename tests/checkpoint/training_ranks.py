@@ -21,7 +21,8 @@ from megatron_lrl.checkpoint.hf_export import export_checkpoint, gather_hf_tenso
 from megatron_lrl.checkpoint.training import latest_training, load_training, save_training, training_path
 from megatron_lrl.config import load_config
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.run import Run, open_run
+from megatron_lrl.lifetimes.open import open_run
+from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.runtime import Layout, Runtime, runtime_scope
 
 SETTINGS = """

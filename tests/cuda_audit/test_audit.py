@@ -54,7 +54,9 @@ ROUTED = ("rollout.record_routing=true", "moe.aux_loss_coef=0.01")
 
 QUICK = [
     Case(ONE, "qwen2", "bfloat16", ALL),
-    Case(World(cp=2), "qwen3_5_moe-vl", "bfloat16", ("train",), ROUTED),  # samples, captures, replays, sweeps, saves
+    Case(
+        World(cp=2), "qwen3_5_moe-vl", "bfloat16", ("train",), ROUTED
+    ),  # samples, captures, replays, sweeps, saves
 ]
 SLOW = [
     Case(World(cp=2), "qwen3_5_moe-vl", "float32", FEW, ROUTED),

@@ -23,8 +23,9 @@ from lifetimes.tiny import branches, gradient, ids, mean_loss, tiny_run
 
 from megatron_lrl.layers.advance import advance
 from megatron_lrl.layers.sequence import SequenceState
-from megatron_lrl.lifetimes.replay import batches_of
 from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.lifetimes.work import batches_of, work_of
 from megatron_lrl.models.layer import PolicyLayer
 
 TOKENS = ids(23, 5)
@@ -81,10 +82,10 @@ def test_the_state_is_bit_equal_and_the_work_is_not_done(run: Run, pieces: list[
 
 def exact_gradient(run: Run) -> torch.Tensor:
     responses = branches([3, 5])
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(branch.key for branch in responses)
         with window.prompt_group("g", TOKENS, "exact") as group:
-            window.replay(group, batches_of(responses, 1), [mean_loss(0.1)] * 2)
+            window.replay(group, work_of(batches_of(responses, 1), [mean_loss(0.1)] * 2))
         window.reduce()
         return gradient(run)
 

@@ -20,11 +20,12 @@ import torch
 
 from lifetimes.tiny import branches, gradient, ids, mean_loss, tiny_run
 from megatron_lrl.lifetimes.contributions import ContributionError
-from megatron_lrl.lifetimes.group import GroupPhase
 from megatron_lrl.lifetimes.identity import IdentityMismatch
-from megatron_lrl.lifetimes.replay import NonFiniteLoss, Replay, batches_of
+from megatron_lrl.lifetimes.node import NodePhase
+from megatron_lrl.lifetimes.replay import NonFiniteLoss, Replay
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
+from megatron_lrl.lifetimes.work import batches_of, work_of
 
 PROMPT = ids(19, 1)
 BRANCHES = branches([3, 5, 2])
@@ -48,13 +49,13 @@ def failing(error: Exception) -> Any:
 
 def replay_all(window: UpdateWindow) -> None:
     with window.prompt_group("g", PROMPT) as group:
-        window.replay(group, BATCHES, [LOSS] * len(BATCHES))
+        window.replay(group, work_of(BATCHES, [LOSS] * len(BATCHES)))
 
 
 def test_the_whole_life_of_a_window(run: Run) -> None:
     version = run.version
     before = [p.detach().clone() for p in run.core(run.model).parameters()]
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         assert window.phase is WindowPhase.OPEN
         assert not gradient(run).any()
         window.fix(KEYS)
@@ -72,9 +73,13 @@ def test_the_whole_life_of_a_window(run: Run) -> None:
 
 
 def test_illegal_transitions_raise(run: Run) -> None:
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         with window.prompt_group("g", PROMPT) as group:
-            for action in (lambda: window.replay(group, BATCHES, [LOSS] * 3), window.reduce, window.step):
+            for action in (
+                lambda: window.replay(group, work_of(BATCHES, [LOSS] * 3)),
+                window.reduce,
+                window.step,
+            ):
                 with pytest.raises(RuntimeError, match="the update window is open"):
                     action()
             window.fix(KEYS)
@@ -84,9 +89,9 @@ def test_illegal_transitions_raise(run: Run) -> None:
                 window.step()
             with pytest.raises(ContributionError, match="3 branches"):
                 window.reduce()
-            window.replay(group, BATCHES, [LOSS] * 3)
+            window.replay(group, work_of(BATCHES, [LOSS] * 3))
             with pytest.raises(ContributionError, match="already counted"):
-                window.replay(group, BATCHES, [LOSS] * 3)
+                window.replay(group, work_of(BATCHES, [LOSS] * 3))
             with pytest.raises(RuntimeError, match="cannot be swept: it is swept"):
                 group.sweep()
         window.reduce()
@@ -95,44 +100,44 @@ def test_illegal_transitions_raise(run: Run) -> None:
 
 
 def test_an_unknown_branch_is_refused_before_anything_is_added(run: Run) -> None:
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(KEYS[:2])
         with window.prompt_group("g", PROMPT) as group:
             with pytest.raises(ContributionError, match=r"g\[2\] does not belong"):
-                window.replay(group, BATCHES, [LOSS] * 3)
+                window.replay(group, work_of(BATCHES, [LOSS] * 3))
         assert not gradient(run).any()
 
 
 @pytest.mark.parametrize("contract", ["conventional", "response_only", "exact"])
 def test_a_failed_replay_leaves_no_trace(run: Run, contract: str) -> None:
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(KEYS)
         with window.prompt_group("g", PROMPT, contract) as group:
-            window.replay(group, BATCHES, [LOSS] * 3)
+            window.replay(group, work_of(BATCHES, [LOSS] * 3))
         undisturbed = gradient(run)
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(KEYS)
         with pytest.raises(ArithmeticError, match="injected"):
             with window.prompt_group("g", PROMPT, contract) as group:
-                window.replay(group, BATCHES, [LOSS, failing(ArithmeticError("injected")), LOSS])
+                window.replay(group, work_of(BATCHES, [LOSS, failing(ArithmeticError("injected")), LOSS]))
         assert gradient(run).any(), "the first micro-batch was already added"
         assert window.contributions is not None
         assert window.contributions.missing == KEYS
         window.restart()
         assert not gradient(run).any()
         with window.prompt_group("g", PROMPT, contract) as group:
-            window.replay(group, BATCHES, [LOSS] * 3)
+            window.replay(group, work_of(BATCHES, [LOSS] * 3))
         assert torch.equal(gradient(run), undisturbed)
 
 
 def test_an_exception_that_leaves_the_window_clears_the_gradient(run: Run) -> None:
     with pytest.raises(ArithmeticError, match="injected"):
-        with run.update_window() as window:
+        with UpdateWindow(run) as window:
             window.fix(KEYS)
             with window.prompt_group("g", PROMPT) as group:
-                window.replay(group, BATCHES, [LOSS, LOSS, failing(ArithmeticError("injected"))])
+                window.replay(group, work_of(BATCHES, [LOSS, LOSS, failing(ArithmeticError("injected"))]))
     assert window.phase is WindowPhase.CLOSED
-    assert group.phase is GroupPhase.CLOSED
+    assert group.phase is NodePhase.CLOSED
     assert not gradient(run).any()
     assert run.ledger.live == {"window": 0, "group": 0, "replay": 0}
 
@@ -141,10 +146,10 @@ def test_a_loss_that_is_not_finite_names_its_branches_and_stops_the_window(run: 
     def nan(logprob_S: torch.Tensor, *_: Any) -> Any:
         return logprob_S.sum() * float("nan"), {}
 
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(KEYS)
         with window.prompt_group("g", PROMPT) as group:
-            window.replay(group, batches_of(BRANCHES, 2), [nan, LOSS])
+            window.replay(group, work_of(batches_of(BRANCHES, 2), [nan, LOSS]))
         assert bool(torch.isfinite(gradient(run)).all()), "it counts as 0"
         with pytest.raises(NonFiniteLoss, match=r"not finite: the loss of g\[0\], g\[1\] is nan"):
             window.reduce()
@@ -155,7 +160,7 @@ def test_a_loss_that_is_not_finite_names_its_branches_and_stops_the_window(run: 
 
 def test_a_gradient_that_is_not_finite_changes_no_parameter(run: Run) -> None:
     before = [p.detach().clone() for p in run.core(run.model).parameters()]
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(KEYS)
         replay_all(window)
         window.reduce()
@@ -168,7 +173,7 @@ def test_a_gradient_that_is_not_finite_changes_no_parameter(run: Run) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_every_kind_of_bad_element_is_found_in_one_reading(run: Run, value: float) -> None:
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(KEYS)
         replay_all(window)
         window.reduce()
@@ -197,7 +202,7 @@ def test_the_fused_step_is_adamw(run: Run) -> None:
     )
     for main, copy in copies.items():
         plain.state[copy] = {k: v.clone() for k, v in run.optimizer.optimizer.state[main].items()}
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(KEYS)
         replay_all(window)
         window.reduce()
@@ -212,14 +217,14 @@ def test_the_fused_step_is_adamw(run: Run) -> None:
 
 
 def test_a_prefix_dies_with_the_step(run: Run) -> None:
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(KEYS)
         group = window.prompt_group("g", PROMPT).__enter__()
         kept = group.fork(2)
-        window.replay(group, BATCHES, [LOSS] * 3)
+        window.replay(group, work_of(BATCHES, [LOSS] * 3))
         window.reduce()
         window.step()
-        for read in (lambda: group.fork(1), lambda: Replay(group).score(BATCHES)):
+        for read in (lambda: group.fork(1), lambda: Replay(group).score(work_of(BATCHES))):
             with pytest.raises(RuntimeError, match="group g is closed"):
                 read()
         with pytest.raises(RuntimeError, match="stale state"):
@@ -227,7 +232,7 @@ def test_a_prefix_dies_with_the_step(run: Run) -> None:
 
 
 def test_a_prefix_of_another_version_or_prompt_is_refused(run: Run) -> None:
-    with run.update_window() as window, window.prompt_group("g", PROMPT) as group:
+    with UpdateWindow(run) as window, window.prompt_group("g", PROMPT) as group:
         group.version -= 1  # as if the model had moved on without closing the window
         with pytest.raises(
             IdentityMismatch, match=f"model_version: resident {run.version - 1}, needed {run.version}"
@@ -241,5 +246,5 @@ def test_a_prefix_of_another_version_or_prompt_is_refused(run: Run) -> None:
 
 
 def test_an_empty_prompt_is_refused(run: Run) -> None:
-    with run.update_window() as window, pytest.raises(ValueError, match="the prompt is empty"):
+    with UpdateWindow(run) as window, pytest.raises(ValueError, match="the prompt is empty"):
         window.prompt_group("g", ())

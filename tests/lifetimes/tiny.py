@@ -11,8 +11,9 @@ from oracle.tiny_models import write_case
 
 from megatron_lrl.config import load_config
 from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.replay import Branch, TokenLoss
-from megatron_lrl.lifetimes.run import Run, open_run
+from megatron_lrl.lifetimes.open import open_run
+from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.work import Branch, TokenLoss
 from megatron_lrl.runtime import Layout, runtime_scope
 
 

@@ -15,11 +15,11 @@ from harness import World
 
 from megatron_lrl.config import load_config
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.group import PromptGroup
 from megatron_lrl.lifetimes.identity import IdentityMismatch
+from megatron_lrl.lifetimes.open import open_run
+from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.retry import Retry
-from megatron_lrl.lifetimes.retry_connections import Connections
-from megatron_lrl.lifetimes.run import Run, open_run
+from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.stale import LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl import accumulate
@@ -133,32 +133,25 @@ def digest(run: Run) -> str:
 
 
 @contextmanager
-def trainer_of(
-    runtime: Runtime, connections: Connections | None, config: Config, prompts: Sequence[Prompt]
-) -> Iterator[Trainer]:
+def trainer_of(runtime: Runtime, config: Config, prompts: Sequence[Prompt]) -> Iterator[Trainer]:
     """A trainer with two attempts a window."""
     reward = load_reward("cli.toy_rewards:low_ids", {})
     with open_run(config, runtime, optimizer=True) as run:
-        yield Trainer(
-            run, prompts, reward, Text(Path(config.model.hf or "")), None, Retry(run, 2, connections)
-        )
+        yield Trainer(run, prompts, reward, Text(Path(config.model.hf or "")), None, Retry(run, 2))
 
 
 @contextmanager
-def opened(world: World, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Runtime, Any, list[Prompt]]]:
+def opened(world: World, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Runtime, list[Prompt]]]:
     with runtime_scope(Layout(world.tp, world.cp, world.pp)) as runtime:
         yield (
             runtime,
-            Connections.of(runtime),
             [Prompt(f"p{i}", tuple(ids), {}) for i, ids in enumerate(prompts)],
         )
 
 
-def updates(
-    runtime: Runtime, connections: Connections | None, config: Config, prompts: Sequence[Prompt], fault: Fault
-) -> dict[str, Any]:
+def updates(runtime: Runtime, config: Config, prompts: Sequence[Prompt], fault: Fault) -> dict[str, Any]:
     """`UPDATES` updates under a fault: final digest, metrics, restarts, and what this rank counted."""
-    with trainer_of(runtime, connections, config, prompts) as trainer:
+    with trainer_of(runtime, config, prompts) as trainer:
         metrics, restarts = [], 0.0
         with fault.watching(trainer.run):
             for number in range(UPDATES):
@@ -180,10 +173,10 @@ def trials(
 ) -> list[dict[str, Any]]:
     """An undisturbed run, then one for each draw (rank, kind, place in [0, 1), error), in one world."""
     config = config_of(world, hf, settings)
-    with opened(world, prompts) as (runtime, connections, given):
+    with opened(world, prompts) as (runtime, given):
         gc.collect()
         gc.freeze()  # every restart collects garbage: not among the libraries' objects again and again
-        found = [updates(runtime, connections, config, given, Fault())]
+        found = [updates(runtime, config, given, Fault())]
         for rank, kind, place, error in draws:
             fault = Fault()
             if runtime.rank == rank:
@@ -192,21 +185,19 @@ def trials(
                 print(
                     f"rank {rank} fails with {error} at {kind} {at} of {found[0]['counts'][kind]}", flush=True
                 )
-            found.append(updates(runtime, connections, config, given, fault))
+            found.append(updates(runtime, config, given, fault))
     return found
 
 
 def hopeless(world: World, hf: str, settings: Sequence[str], prompts: Sequence[Sequence[int]]) -> list[str]:
-    """The messages that end this rank when rank 1 fails in every attempt, and when rank 0 finds a mistake."""
+    """What ends the run when every attempt fails, and when a mistake of the user is found in the middle of a pass."""
     config, messages = config_of(world, hf, settings), []
-    faults = [(1, Fault("collective", 40, forever=True)), (0, Fault("collective", 40, "mistake"))]
-    with opened(world, prompts) as (runtime, connections, given):
-        for rank, fault in faults:
+    with opened(world, prompts) as (runtime, given):
+        for fault in (Fault("forward", 40, forever=True), Fault("forward", 40, "mistake")):
             try:
-                updates(runtime, connections, config, given, fault if runtime.rank == rank else Fault())
-            except UserError as error:
-                messages.append(str(error))
-            connections.reconnect()
+                updates(runtime, config, given, fault)
+            except Exception as error:
+                messages.append(f"{type(error).__name__}: {error}")
     return messages
 
 
@@ -227,12 +218,12 @@ def nonfinite(
 ) -> dict[str, Any]:
     """A branch whose loss, or gradient, is not finite in the first update, under both values of train.on_nonfinite."""
     plain, found = accumulate.token_loss, {}
-    with opened(world, prompts) as (runtime, connections, given):
+    with opened(world, prompts) as (runtime, given):
         for kind in ("loss", "gradient"):
             answer = found[kind] = {"skipped": [], "message": ""}
             for mode in ("stop", "skip"):
                 config = config_of(world, hf, [*settings, f"train.on_nonfinite={mode}"])
-                with trainer_of(runtime, connections, config, given) as trainer:
+                with trainer_of(runtime, config, given) as trainer:
                     bad = f"{trainer._prompts(0)[0].id}[1]"
                     answer["names"] = bad
 
@@ -289,8 +280,8 @@ def stale(world: World, hf: str, settings: Sequence[str], prompts: Sequence[Sequ
         captures[0] += 1
         capture(group)
 
-    with opened(world, prompts[:1]) as (runtime, connections, given):
-        with trainer_of(runtime, connections, config, given) as trainer:
+    with opened(world, prompts[:1]) as (runtime, given):
+        with trainer_of(runtime, config, given) as trainer:
             StalePrefixCache.lease, PromptGroup.capture = recorded_lease, counted_capture  # type: ignore[method-assign]
             try:
                 for number in range(4):
@@ -305,9 +296,9 @@ def stale(world: World, hf: str, settings: Sequence[str], prompts: Sequence[Sequ
                 StalePrefixCache.lease, PromptGroup.capture = lease, capture  # type: ignore[method-assign]
             identity = leases[1].identity.to_dict()
             found["identity"] = {key: identity[key] for key in ("model_version", "max_staleness")}
-        with trainer_of(runtime, connections, config, given) as trainer:
+        with trainer_of(runtime, config, given) as trainer:
             run, ids = trainer.run, given[0].prompt_ids
-            with run.update_window() as window, window.prompt_group("p", ids) as owner:
+            with UpdateWindow(run) as window, window.prompt_group("p", ids) as owner:
                 leased = LeasedGroup(run, "p", ids, owner, 2)
                 for version in (1, 2, 3):
                     run.version = version
@@ -321,8 +312,14 @@ def stale(world: World, hf: str, settings: Sequence[str], prompts: Sequence[Sequ
             config_of(world, hf, [*settings, "prefix.contract=exact", "prefix.max_staleness=2"])
         except UserError as error:
             found["contract"] = str(error)
-        undisturbed = updates(runtime, connections, config, given, Fault())
-        fault = Fault("collective", 12) if runtime.rank == 1 else Fault()
-        disturbed = updates(runtime, connections, config, given, fault)
-        found["restarted"] = disturbed["restarts"] == 1 and disturbed["digest"] == undisturbed["digest"]
     return found
+
+
+def stale_restart(world: World, hf: str, settings: Sequence[str], prompts: Sequence[Sequence[int]]) -> bool:
+    """Whether a failure evicts what was captured for the window, so that the update ends as an undisturbed one."""
+    reuse = ["prefix.contract=response_only", "prefix.max_staleness=2", "train.groups_per_update=1"]
+    config = config_of(world, hf, [*settings, *reuse])
+    with opened(world, prompts[:1]) as (runtime, given):
+        undisturbed = updates(runtime, config, given, Fault())
+        disturbed = updates(runtime, config, given, Fault("forward", 12))
+        return disturbed["restarts"] == 1 and disturbed["digest"] == undisturbed["digest"]

@@ -11,8 +11,10 @@ from lifetimes.tiny import branches, gradient, ids, mean_loss
 from oracle.tiny_models import write_case
 
 from megatron_lrl.config import load_config
-from megatron_lrl.lifetimes.replay import batches_of
-from megatron_lrl.lifetimes.run import Run, open_run
+from megatron_lrl.lifetimes.open import open_run
+from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.lifetimes.work import batches_of, work_of
 from megatron_lrl.runtime import Layout, runtime_scope
 
 PROMPT = 37
@@ -36,11 +38,11 @@ def exact_window(run: Run, contract: str) -> Window:
         calls += 1
 
     hook = run.core(run.model).register_forward_hook(count)
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(branch.key for branch in responses)
         with window.prompt_group("g", ids(PROMPT, 1), contract) as group:
             kept = 0 if group._kept is None else group._kept.nbytes
-            window.replay(group, batches_of(responses, 1), [mean_loss(0.1)] * len(LENGTHS))
+            window.replay(group, work_of(batches_of(responses, 1), [mean_loss(0.1)] * len(LENGTHS)))
         window.reduce()
         found = gradient(run)
     hook.remove()

@@ -9,8 +9,10 @@ from harness.worlds import World
 from lifetimes.tiny import branches, ids, mean_loss
 
 from megatron_lrl.config import load_config
-from megatron_lrl.lifetimes.replay import batches_of
-from megatron_lrl.lifetimes.run import Run, open_run
+from megatron_lrl.lifetimes.open import open_run
+from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.lifetimes.work import batches_of, work_of
 from megatron_lrl.plan.bytes import Work, open_plan
 from megatron_lrl.plan.world import beside
 from megatron_lrl.runtime import Layout, runtime_scope
@@ -35,11 +37,11 @@ def measured(
             for contract in contracts:
                 responses = branches([shape.response] * shape.group)
                 batches = batches_of(responses, shape.concurrent)
-                with run.update_window() as window:
+                with UpdateWindow(run) as window:
                     window.fix(branch.key for branch in responses)
                     with window.prompt_group("g", ids(shape.prompt, 1), contract) as group:
                         state = group.state.nbytes if group.state is not None else 0
-                        window.replay(group, batches, [mean_loss(0.1)] * len(batches))
+                        window.replay(group, work_of(batches, [mean_loss(0.1)] * len(batches)))
                     window.reduce()
                     window.step()
                 found[contract] = {"state": state, **run.ledger.peak, **run.ledger.parts}
@@ -62,12 +64,12 @@ def resident(
                     shape = Work(*work)
                     responses = branches([shape.response] * shape.group)
                     batches = batches_of(responses, shape.concurrent)
-                    with run.update_window() as window:
+                    with UpdateWindow(run) as window:
                         window.fix(branch.key for branch in responses)
                         with window.prompt_group("g", ids(shape.prompt, 1), contract) as group:
                             assert group.state is not None
                             state = group.state.nbytes
-                            window.replay(group, batches, [mean_loss(0.1)] * len(batches))
+                            window.replay(group, work_of(batches, [mean_loss(0.1)] * len(batches)))
                         window.reduce()
                     found[contract].append({"state": state, **run.ledger.peak})
     return {"stage": runtime.pp_rank, **found}

@@ -24,7 +24,7 @@ from oracle.tiny_models import make_hf_dir
 
 from megatron_lrl.config import load_config
 from megatron_lrl.layers.moe.kind import even_dispatch
-from megatron_lrl.lifetimes.run import read_model_architecture
+from megatron_lrl.lifetimes.open import read_model_architecture
 from megatron_lrl.models.hf_config import read_architecture
 from megatron_lrl.passes.restarts import kept_bytes
 from megatron_lrl.plan.bytes import Plan, Work, open_plan_of_stage, stages_that_differ

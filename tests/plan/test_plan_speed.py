@@ -22,7 +22,7 @@ from harness import World
 from oracle.tiny_models import make_hf_dir
 
 from megatron_lrl.config import load_config
-from megatron_lrl.lifetimes.run import read_model_architecture
+from megatron_lrl.lifetimes.open import read_model_architecture
 from megatron_lrl.plan import graphs as plan_graphs
 from megatron_lrl.plan.bytes import Work, open_plan_of_stage, stages_that_differ
 from megatron_lrl.plan.memo import ShapeMemo

@@ -19,6 +19,7 @@ from cli.runs import Runs, require_equal_weights, run
 from harness import ONE, World
 from lifetimes.tiny import gradient, ids, tiny_run
 
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.omitted import exact_gradient, measures_omitted, omitted_metrics
 from megatron_lrl.rl.stopwatch import Stopwatch
@@ -35,13 +36,13 @@ def test_the_numbers_are_those_of_the_two_gradients(contract: str, session_dir: 
         plan = WindowPlan([Group("g", ids(30, 3), responses)], opened.config)
         found = {}
         for name in ("exact", contract):
-            with opened.update_window() as window:
+            with UpdateWindow(opened) as window:
                 accumulate(window, plan, contract=name)
                 window.reduce()
                 found[name] = gradient(opened)
         exact = exact_gradient(opened, plan, Stopwatch())
         assert not gradient(opened).any(), "nothing of the measurement stays in the buffers"
-        with opened.update_window() as window:
+        with UpdateWindow(opened) as window:
             accumulate(window, plan)
             window.reduce()
             metrics = omitted_metrics(opened, exact)

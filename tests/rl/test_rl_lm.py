@@ -29,6 +29,7 @@ from oracle.tiny_models import write_case
 from megatron_lrl.checkpoint.hf_export import gather_hf_tensors, parameter_gradient
 from megatron_lrl.config import check_train, load_config
 from megatron_lrl.errors import UserError
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl.lm import LmTrainer
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.stopwatch import Stopwatch
@@ -67,7 +68,7 @@ def test_gradient_is_that_of_each_document_alone(
     if chunk:
         overrides += ["model.attention=lastkv", f"lastkv.chunk_size={chunk}", "lastkv.gate_init=0.3"]
     corpus = Corpus(DOCUMENTS, seed=0, shuffle=False)
-    with tiny_run(tmp_path, *overrides) as run, run.update_window() as window:
+    with tiny_run(tmp_path, *overrides) as run, UpdateWindow(run) as window:
         loss, tokens, finite = LmTrainer(run, corpus)._attempt(window, 0, Stopwatch())
         ours = dict(gather_hf_tensors(run.model, run.arch, run.runtime, parameter_gradient))
         folder = Path(run.config.model.hf or "")

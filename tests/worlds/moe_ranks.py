@@ -11,8 +11,10 @@ from harness.worlds import World
 from megatron_lrl.checkpoint.hf_export import parameter_value, write_hf_file
 from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.gradients import compare_gradients, snapshot
-from megatron_lrl.lifetimes.run import Run, open_run, read_model_architecture
-from megatron_lrl.passes.schedule import phase
+from megatron_lrl.lifetimes.open import open_run, read_model_architecture
+from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate, nonfinite_branches
 from megatron_lrl.rl.verbs import limits
 from megatron_lrl.rollout.data import read_trajectories
@@ -35,7 +37,7 @@ def step(world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
         for case in cases:
             with (
                 open_run(config_of(world, case), runtime, optimizer=True) as run,
-                run.update_window() as window,
+                UpdateWindow(run) as window,
             ):
                 accumulate(window, plan_of(run, case, runtime))
                 window.reduce()
@@ -67,10 +69,10 @@ def failing_replica(world: World, case: Case, user: bool) -> str:
     with (
         scope(world) as runtime,
         open_run(config_of(world, case), runtime) as run,
-        run.update_window() as window,
+        UpdateWindow(run) as window,
     ):
         try:
-            with phase(run):
+            with in_lockstep(run):
                 if runtime.dp_rank == runtime.dp - 1:
                     raise UserError("no such thing") if user else ValueError("no such thing")
                 with window.prompt_group("g", tuple(range(3, 20)), "response_only"):
@@ -84,7 +86,7 @@ def named_nonfinite(world: World, case: Case, token: int | None) -> str:
     """Which branches are named when the embedding of a token is infinite."""
     with scope(world) as runtime, open_run(config_of(world, case), runtime, gradients=True) as run:
         plan, core = plan_of(run, case, runtime), run.core(run.model)
-        with run.update_window() as window:
+        with UpdateWindow(run) as window:
             accumulate(window, plan)
             if token is not None and core.pre_process:
                 with torch.no_grad():

@@ -23,11 +23,13 @@ from megatron_lrl.checkpoint.hf_export import write_hf_file
 from megatron_lrl.config import load_config
 from megatron_lrl.layers.sequence import SequenceState
 from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.documents import Documents
-from megatron_lrl.lifetimes.replay import Branch, Replay
-from megatron_lrl.lifetimes.run import Run, load_policy, open_run, read_model_architecture
+from megatron_lrl.lifetimes.node import Documents
+from megatron_lrl.lifetimes.open import load_policy, open_run, read_model_architecture
+from megatron_lrl.lifetimes.replay import Replay
+from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow
-from megatron_lrl.passes.schedule import phase
+from megatron_lrl.lifetimes.work import Branch, work_of
+from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.rl import verbs
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.loss import summarise
@@ -88,7 +90,7 @@ def opened(world: World, case: Case, runtime: Runtime) -> Iterator[tuple[Run, Up
     config = config_of(world, case)
     groups = list(read_trajectories(case["trajectories"], verbs.limits(read_model_architecture(config))))
     plan = WindowPlan(groups, config, runtime.dp, runtime.dp_rank)
-    with open_run(config, runtime, gradients=True) as run, run.update_window() as window:
+    with open_run(config, runtime, gradients=True) as run, UpdateWindow(run) as window:
         yield run, window, plan
 
 
@@ -144,15 +146,17 @@ def packed_documents(
     with (
         scope(world) as runtime,
         open_run(config, runtime, gradients=True) as run,
-        run.update_window() as window,
+        UpdateWindow(run) as window,
     ):
         packed = [[Branch(BranchKey("packed", i), tuple(ids)) for i, ids in enumerate(documents)]]
-        with phase(run):
-            scores = Replay(Documents(run)).score(packed)[0]
+        with in_lockstep(run):
+            scores = [found for _, found in Replay(Documents(run)).score(work_of(packed))]
         mine = packed if runtime.dp_rank == 0 else []
         window.fix(branch.key for batch in mine for branch in batch)
-        with phase(run):
-            window.replay(Documents(run), mine, [lambda logprob_S, *_: (logprob_S.sum(), {})] * len(mine))
+        with in_lockstep(run):
+            window.replay(
+                Documents(run), work_of(mine, [lambda logprob_S, *_: (logprob_S.sum(), {})] * len(mine))
+            )
         window.reduce()
         write_hf_file(run.model, run.arch, out, runtime)
     return [logprob_R.tolist() for logprob_R, _ in scores]
@@ -172,7 +176,7 @@ def stopped_samples(world: World, case: Case) -> dict[str, Any]:
         kept.append(state.branches)
 
     config = config_of(world, case)
-    with scope(world) as runtime, open_run(config, runtime) as run, run.update_window() as window:
+    with scope(world) as runtime, open_run(config, runtime) as run, UpdateWindow(run) as window:
         prompt = next(iter(read_prompts(case["prompts"], verbs.limits(run.arch))))
         with window.prompt_group(prompt.id, prompt.prompt_ids, "response_only") as group:
 

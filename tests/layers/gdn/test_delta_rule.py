@@ -21,7 +21,7 @@ from megatron_lrl.layers.gdn import delta_rule
 from megatron_lrl.layers.gdn.convolution import causal_convolution
 from megatron_lrl.layers.gdn.delta_rule import gated_delta_rule
 from megatron_lrl.layers.gdn.reference import delta_rule_reference
-from megatron_lrl.passes.ledger import SavedBytes
+from megatron_lrl.lifetimes.ledger import SavedBytes
 
 B, N, H, K, V = 2, 2, 4, 8, 6
 LENGTHS = [1, 7, 63, 64, 65, 513, 600]

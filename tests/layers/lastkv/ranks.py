@@ -18,9 +18,11 @@ from worlds.ranks import Case, config_of, scope
 
 from megatron_lrl.layers.lastkv.clock import Clock
 from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.group import PromptGroup
-from megatron_lrl.lifetimes.replay import Branch, Replay
-from megatron_lrl.lifetimes.run import open_run
+from megatron_lrl.lifetimes.open import open_run
+from megatron_lrl.lifetimes.prompt import PromptGroup
+from megatron_lrl.lifetimes.replay import Replay
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.lifetimes.work import Branch, work_of
 from megatron_lrl.models.head import LogprobHead, all_rows, gather_logits, local_logits, output_weight
 from megatron_lrl.rollout.builtin import Sampler
 from megatron_lrl.rollout.sampling import SampleHead
@@ -104,7 +106,7 @@ def sample_and_replay(world: World, cases: Sequence[Case]) -> list[list[dict[str
             of_case = []
             with open_run(config, runtime, gradients=True) as run:
                 for number, prompt in enumerate(case["prompts"]):
-                    with run.update_window() as window:
+                    with UpdateWindow(run) as window:
                         of_case.append(one_prompt(run, window, f"p{number}", prompt, case))
             found.append(of_case)
     return found
@@ -129,9 +131,9 @@ def one_prompt(run: Any, window: Any, name: str, prompt: Sequence[int], case: Ca
         else:
             out = sampler.sample(group, rollout.group_size, rollout.max_new_tokens, 0)
         branches = [Branch(BranchKey(name, i), r.ids) for i, r in enumerate(out.responses)]
-        scored = Replay(group).score([branches])[0]
+        scored = [found for _, found in Replay(group).score(work_of([branches]))]
         replayed.clear()  # what counts is the pass that carries the gradient
-        window.replay(group, [branches], [loss])
+        window.replay(group, work_of([branches], [loss]))
     return {
         "ids": [list(r.ids) for r in out.responses],
         "sampled": [list(r.logprobs or ()) for r in out.responses],

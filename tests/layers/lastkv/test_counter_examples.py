@@ -22,6 +22,7 @@ from oracle.trajectories import window
 
 from layers.lastkv.tiny import lastkv_run, records_of, write_lastkv
 from megatron_lrl.checks.report import BARS
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.runtime import Runtime
@@ -40,7 +41,7 @@ def mismatch(runtime: Runtime, models: Path, prompt: int, sampler: LogitsOf) -> 
             response["logprobs"] = rows[torch.arange(len(rows)), torch.tensor(response["ids"])].tolist()
     hf = write_lastkv(models, MODEL, CHUNK)
     settings = ["model.dtype=float32", "prefix.contract=response_only", "prefix.chunk_size=5"]
-    with lastkv_run(runtime, hf, *settings, gradients=True) as run, run.update_window() as opened:
+    with lastkv_run(runtime, hf, *settings, gradients=True) as run, UpdateWindow(run) as opened:
         sums = accumulate(opened, WindowPlan(records_of(groups), run.config))
     return summarise(sums)["sampler_kl"], float(sums["logprob_difference_max"])
 

@@ -20,6 +20,7 @@ from megatron_lrl.layers.advance import advance
 from megatron_lrl.layers.layout import Piece
 from megatron_lrl.layers.softmax import kernels
 from megatron_lrl.layers.softmax.pages import Page, PageSlice, Shelf, enable_adjoints, joined
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.runtime import Runtime
 
 CHUNK = 8
@@ -46,7 +47,7 @@ def test_a_decoded_token_takes_as_many_calls_behind_any_number_of_chunks(
     ids = token_ids(prefix + new, 1)
     with lastkv_run(runtime, write_lastkv(models, "qwen3", CHUNK, blend), "prefix.chunk_size=20") as run:
         taken = {}
-        with run.update_window() as window, torch.no_grad():
+        with UpdateWindow(run) as window, torch.no_grad():
             for chunks in (4, 12):
                 count = chunks * CHUNK + 3
                 with window.prompt_group("g", ids[: count + 1], "response_only") as group:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from layers.lastkv.tiny import around_boundaries, lastkv_run, records_of, write_lastkv
 from megatron_lrl.checkpoint.hf_export import gather_hf_tensors, parameter_gradient
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.runtime import Runtime
 
@@ -103,7 +104,7 @@ def check_gates(ours: dict[str, torch.Tensor], blend: bool) -> None:
 def test_grad_in_float64(asked: Asked, runtime: Runtime, models: Path, oracle: Any, report: Any) -> None:
     model, chunk, blend, *_ = asked
     hf = write_lastkv(models, model, chunk, blend)
-    with lastkv_run(runtime, hf, *settings_of(asked), gradients=True) as run, run.update_window() as window:
+    with lastkv_run(runtime, hf, *settings_of(asked), gradients=True) as run, UpdateWindow(run) as window:
         accumulate(window, WindowPlan(records_of(window_of(chunk)), run.config))
         window.reduce()
         ours = {n: g.clone() for n, g in gather_hf_tensors(run.model, run.arch, runtime, parameter_gradient)}

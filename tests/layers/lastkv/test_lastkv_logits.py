@@ -28,8 +28,10 @@ from torch import Tensor
 from layers.lastkv.tiny import around_boundaries, cut, lastkv_run, logits_head, token_ids, write_lastkv
 from megatron_lrl.layers.advance import advance
 from megatron_lrl.lifetimes.contributions import BranchKey
-from megatron_lrl.lifetimes.replay import Branch, Replay, batches_of
+from megatron_lrl.lifetimes.replay import Replay
 from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.lifetimes.work import Branch, batches_of, work_of
 from megatron_lrl.runtime import Runtime
 
 BAR_64, BAR_32 = 1e-10, 2e-5
@@ -135,12 +137,12 @@ def test_ragged_responses_around_boundaries(
     hf = write_lastkv(models, case, chunk, blend)
     worst, oracle = 0.0, ChunkParallel(hf, None, chunk, blend)
     settings = [f"model.dtype={dtype}", "prefix.contract=response_only", f"prefix.chunk_size={chunk + 2}"]
-    with lastkv_run(runtime, hf, *settings) as run, run.update_window() as window, torch.no_grad():
+    with lastkv_run(runtime, hf, *settings) as run, UpdateWindow(run) as window, torch.no_grad():
         for group in around_boundaries(chunk):
             name, prompt = group["id"], group["prompt_ids"]
             branches = [Branch(BranchKey(name, i), tuple(r["ids"])) for i, r in enumerate(group["responses"])]
             with window.prompt_group(name, prompt) as prefix:
-                results = Replay(prefix).score(batches_of(branches, 3))
+                results = Replay(prefix).score(work_of(batches_of(branches, 3)))
             scored = [logprob_R.tolist() for batch in results for logprob_R, _ in batch]
             expected = [oracle.logprobs(prompt, r["ids"]).tolist() for r in group["responses"]]
             worst = max(worst, max_difference(scored, expected))

@@ -22,6 +22,7 @@ from oracle.tiny_models import make_hf_dir
 from oracle.trajectories import window, write_jsonl
 
 from layers.lastkv.tiny import lastkv_run, token_ids, write_lastkv
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.runtime import Runtime
 
 LAYERS, CHUNK = 16, 32
@@ -46,7 +47,7 @@ def resident(runtime: Runtime, hf: Path, prefix: int, size: int, chunk: int | No
         f"prefix.chunk_size={size}",
         *attention,
     ]
-    with lastkv_run(runtime, hf, *settings) as run, run.update_window() as opened:
+    with lastkv_run(runtime, hf, *settings) as run, UpdateWindow(run) as opened:
         with opened.prompt_group("g", token_ids(prefix + 1, 1)) as group:
             assert group.state is not None
             measured = group.state.nbytes
@@ -121,7 +122,7 @@ def test_exact_saves_no_more_for_a_longer_prompt(
 
 
 def test_a_released_prefix_is_poisoned(runtime: Runtime, models: Path) -> None:
-    with lastkv_run(runtime, write_lastkv(models, "qwen3", 3)) as run, run.update_window() as opened:
+    with lastkv_run(runtime, write_lastkv(models, "qwen3", 3)) as run, UpdateWindow(run) as opened:
         group = opened.prompt_group("g", token_ids(12, 1))
         with group:
             assert group.state is not None

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from layers.lastkv.tiny import LAYERS, VOCAB, lastkv_run, token_ids, write_lastkv
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.advance import advance
+from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.hf_config import read_architecture
 from megatron_lrl.passes.restarts import kept_bytes, plan_restarts
 from megatron_lrl.runtime import Layout, Runtime
@@ -107,7 +108,7 @@ def test_what_stays(
     one = chunk_bytes(hf, Layout(), torch.float64)
     live = 8 * C + C // 2
     with lastkv_run(runtime, hf, *settings(contract, 5, chunks * one, live), gradients=True) as run:
-        with run.update_window() as opened, opened.prompt_group("g", token_ids(prefix + 1, 1)) as group:
+        with UpdateWindow(run) as opened, opened.prompt_group("g", token_ids(prefix + 1, 1)) as group:
             assert chunks_held(run, group) == [held] * (LAYERS - 1)
             tokens = sum(min(C, prefix - C * chunk) for chunk in held)
             layers, itemsize = one // (C * (LAYERS - 1)), 8
@@ -130,7 +131,7 @@ def test_what_stays(
 def test_a_dropped_page_is_not_read(models: Path, runtime: Runtime) -> None:
     hf = write_lastkv(models, "llama", C)
     chosen = settings("exact", C, 8 * chunk_bytes(hf, Layout(), torch.float64))
-    with lastkv_run(runtime, hf, *chosen, gradients=True) as run, run.update_window() as opened:
+    with lastkv_run(runtime, hf, *chosen, gradients=True) as run, UpdateWindow(run) as opened:
         with opened.prompt_group("g", token_ids(16 * C + 1, 1)) as group:
             assert group.state is not None
             with pytest.raises(RuntimeError, match="chunk 1 were dropped"):

@@ -16,7 +16,8 @@ from oracle.trajectories import Group, window
 from safetensors.torch import load_file, save_file
 
 from megatron_lrl.config import load_config
-from megatron_lrl.lifetimes.run import Run, open_run
+from megatron_lrl.lifetimes.open import open_run
+from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.rollout import types
 from megatron_lrl.runtime import Runtime
 

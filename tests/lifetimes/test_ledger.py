@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lifetimes.tiny import branches, ids, mean_loss, tiny_run
 
-from megatron_lrl.lifetimes.replay import batches_of
+from lifetimes.tiny import branches, ids, mean_loss, tiny_run
+from megatron_lrl.lifetimes.ledger import Ledger, SavedBytes, storage_bytes
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.passes.ledger import Ledger, SavedBytes, storage_bytes
+from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.lifetimes.work import batches_of, work_of
 
 FLOAT = 4
 
@@ -96,10 +97,10 @@ def run(session_dir: Path) -> Iterator[Run]:
 def peaks(run: Run, contract: str, group_size: int, concurrent: int, prompt: int = 40) -> dict[str, int]:
     responses = branches([9] * group_size)
     batches = batches_of(responses, concurrent)
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(branch.key for branch in responses)
         with window.prompt_group("g", ids(prompt, 1), contract) as group:
-            window.replay(group, batches, [mean_loss(0.1)] * len(batches))
+            window.replay(group, work_of(batches, [mean_loss(0.1)] * len(batches)))
         window.reduce()
     assert run.ledger.live == {"window": 0, "group": 0, "replay": 0}
     return dict(run.ledger.peak)

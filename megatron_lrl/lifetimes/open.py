@@ -1,0 +1,114 @@
+"""Opening a run: what the settings ask for is read, checked, built and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, load_hf_weights
+from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
+from megatron_lrl.errors import UserError
+from megatron_lrl.layers.kinds import describe_attention
+from megatron_lrl.layers.moe.routing import check_routing
+from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
+from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.models.build import PolicyModel, check_layout, configured_model
+from megatron_lrl.models.head import logits_rows
+from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
+from megatron_lrl.passes.lockstep import Lockstep, check_lockstep, spans_replicas
+from megatron_lrl.runtime import Runtime
+from megatron_lrl.settings import Config
+
+
+def read_model_architecture(config: Config) -> Architecture:
+    """Architecture of the configured model, with the attention that the run gives it.
+
+    A model of full attention becomes a LastKV one where the settings ask for it. Raises `UserError` as the readers
+    do, and for settings that contradict a LastKV model.
+    """
+    if config.model.checkpoint is not None:
+        folder = Path(config.model.checkpoint) / HF_FOLDER
+        arch = read_checkpoint_architecture(config.model.checkpoint)[0]
+    else:
+        assert config.model.hf is not None
+        folder = Path(config.model.hf)
+        arch = read_architecture(folder)
+    if arch.lastkv is not None:
+        _check_lastkv(config, arch.lastkv, folder / "config.json")
+    elif config.model.attention == "lastkv":
+        arch = arch.with_lastkv(LastKVSpec(config.lastkv.chunk_size, config.lastkv.blend))
+    return arch
+
+
+def _check_lastkv(config: Config, lastkv: LastKVSpec, file: Path) -> None:
+    """Raise `UserError` for a setting that contradicts what a LastKV model's config.json says."""
+    if config.model.attention != "lastkv":
+        raise UserError(
+            f'model.attention = "{config.model.attention}", but {file} has lastkv = {json.dumps(lastkv.to_dict())}; '
+            'valid for this model: "lastkv"'
+        )
+    for key, stored in lastkv.to_dict().items():
+        wanted = getattr(config.lastkv, key)
+        if key in config.lastkv.model_fields_set and wanted != stored:
+            raise UserError(
+                f"lastkv.{key} = {json.dumps(wanted)}, but {file} has lastkv.{key} = {json.dumps(stored)}, which is a "
+                "property of the model; leave the setting out"
+            )
+
+
+def load_policy(config: Config, runtime: Runtime, arch: Architecture) -> PolicyModel:
+    """The configured model with its weights, without gradient buffers.
+
+    Where ``arch`` has LastKV gates and the source none, they start at ``lastkv.gate_init``.
+    """
+    gate_init = None if arch.lastkv is None else config.lastkv.gate_init
+    model = configured_model(config, arch, runtime)
+    if config.model.checkpoint is not None:
+        load_checkpoint_weights(model, arch, config.model.checkpoint, runtime, gate_init)
+    else:
+        assert config.model.hf is not None
+        load_hf_weights(model, arch, config.model.hf, runtime, gate_init)
+    return model
+
+
+@contextmanager
+def open_run(
+    config: Config, runtime: Runtime, *, gradients: bool = False, optimizer: bool = False
+) -> Iterator[Run]:
+    """Load the model and open the run-persistent lifetime.
+
+    Args:
+        gradients: gradient buffers (all ranks hold the reduced gradient of their shard).
+        optimizer: an optimizer, sharded over dp and cp; implies gradients.
+
+    Raises `UserError` for a layout or checkpoint that does not fit.
+    """
+    arch = runtime.together(read_model_architecture, config)
+    runtime.together(check_layout, arch, runtime.layout)
+    runtime.together(check_lockstep, config, arch, runtime.layout)
+    runtime.together(check_routing, config, arch)
+    if runtime.is_main:
+        print(describe_rope(arch), flush=True)
+        if arch.lastkv is not None:
+            print(f"attention: {describe_attention(arch)}", flush=True)
+        rows = logits_rows(config, arch.vocab_size, runtime.layout.tp)
+        print(f"logits: of {rows} response tokens at a time (replay.logits_chunk)", flush=True)
+    model: Any = load_policy(config, runtime, arch)
+    run = Run(config, runtime, arch, model, version=1)
+    if spans_replicas(runtime.layout):
+        run.lockstep = Lockstep(run)
+    if optimizer and config.loss.kl_coef > 0:
+        run.reference = load_policy(config, runtime, arch).requires_grad_(False)
+    if gradients or optimizer:
+        shard = optimizer and runtime.groups.dp_cp.size() > 1
+        run.model = wrap_ddp(model, runtime, shard)
+        if optimizer:
+            run.optimizer, run.scheduler = build_optimizer(run.model, config, shard)
+    run.measure_run_bytes()
+    try:
+        yield run
+    finally:
+        run.model = run.optimizer = run.reference = None
