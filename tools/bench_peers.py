@@ -70,7 +70,7 @@ def hf_model(folder: Path, attention: str = "sdpa") -> Any:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=attention
+        folder, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
     )
     model.to(device="cuda" if torch.cuda.is_available() else "cpu")
     return model.train()

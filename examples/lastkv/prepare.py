@@ -79,7 +79,7 @@ def write_documents(hf: Path, out: Path) -> None:
     """Write uptrain.jsonl and heldout.jsonl, {"id", "ids"} a line."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(hf)
+    tokenizer = AutoTokenizer.from_pretrained(hf, trust_remote_code=False)
     text = "\n\n".join(topics[name].strip() for name in sorted(topics))
     lines = tokenizer(text.splitlines(keepends=True), add_special_tokens=False)["input_ids"]
     cut = len(lines) * 9 // 10

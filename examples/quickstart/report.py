@@ -54,8 +54,8 @@ def compare(updates: list[dict[str, Any]]) -> tuple[float, float]:
 
 def answer(folder: Path, prompt: str) -> str:
     """The model's likeliest continuation of a prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
         ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)

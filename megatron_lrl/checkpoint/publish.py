@@ -11,8 +11,17 @@ from megatron_lrl.preflight import require_new
 
 # What belongs to a model beside its weights: settings, tokenizer, chat template, generation defaults,
 # licence, notes. Code and weights in other formats (pickles among them) stay behind.
-_CARRIED_SUFFIXES = {".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".md"}
-_CARRIED_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
+_CARRIED_SUFFIXES = {
+    ".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".spm", ".bpe", ".codes", ".vocab",
+}  # fmt: skip
+_CARRIED_NAMES = (
+    "LICENSE",
+    "LICENCE",
+    "NOTICE",
+    "COPYING",
+    "TOKENIZER.MODEL.",
+)  # the last of Mistral, with a version
+_TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer reads
 
 
 def incomplete_path(target: Path) -> Path:
@@ -53,11 +62,12 @@ def discard(target: str | Path) -> None:
 
 def carry_files(source: Path, target: Path) -> list[str]:
     """Copy the files that travel with a model (not its weights); returns their names, sorted."""
+    carried = [path.relative_to(source) for path in carried_files(source)]
     target.mkdir(parents=True, exist_ok=True)
-    carried = carried_files(source)
-    for path in carried:
-        shutil.copyfile(path, target / path.name)
-    return [path.name for path in carried]
+    for name in carried:
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+    return sorted(map(str, carried))
 
 
 def carried_files(source: Path) -> list[Path]:
@@ -66,7 +76,9 @@ def carried_files(source: Path) -> list[Path]:
     A link may lead to another place of the directory, or into the blobs of a Hugging Face cache (MODEL/blobs beside
     MODEL/snapshots/REVISION). Raises `UserError` for one that leads elsewhere: what it names would be published.
     """
-    found = [path for path in sorted(source.iterdir()) if path.is_file() and _is_carried(path)]
+    folders = [folder for folder in (source, source / _TEMPLATES) if folder.is_dir()]
+    files = [path for folder in folders for path in sorted(folder.iterdir())]
+    found = [path for path in files if path.is_file() and _is_carried(path)]
     home = source.resolve()
     cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     for path in found:

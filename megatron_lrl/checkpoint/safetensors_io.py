@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -223,19 +224,48 @@ def plain_name(file: Any) -> str:
 def _read_layout(directory: Path) -> tuple[FileLayout, dict[str, int]]:
     """The layout, and where in its file each tensor's data starts."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if single.is_file() and index.is_file():
-        raise UserError(f"{directory}: holds both {SINGLE_FILE} and {INDEX_FILE}; keep the one that is meant")
+    if index.is_file():
+        weight_map, index_metadata = _read_index(index)
+        if single.is_file() and set(weight_map.values()) != {SINGLE_FILE}:
+            raise UserError(
+                f"{directory}: holds both {SINGLE_FILE} and an {INDEX_FILE} of other files; keep the one that is meant"
+            )
+        return _read_shards(directory, weight_map, index_metadata, index.name)
     if single.is_file():
         records, metadata, starts = read_header(single)
         return FileLayout(tuple(records), False, {SINGLE_FILE: metadata}), starts
-    if not index.is_file():
+    shards = _whole_set_of_shards(directory)
+    weight_map = {}
+    for file in shards:
+        for record in read_header(directory / file)[0]:
+            if record.name in weight_map:
+                raise UserError(
+                    f"{directory / file}: tensor {record.name} is in {weight_map[record.name]} too"
+                )
+            weight_map[record.name] = file
+    return _read_shards(directory, weight_map, {}, "its name")
+
+
+def _whole_set_of_shards(directory: Path) -> list[str]:
+    """The files model-00001-of-0000N.safetensors ... of a directory that lost its index."""
+    files = sorted(path.name for path in directory.glob("*.safetensors") if path.is_file())
+    matches = [re.fullmatch(r"model-(\d+)-of-(\d+)\.safetensors", file) for file in files]
+    shards = [match for match in matches if match is not None]
+    if not shards:
+        found = f"but {', '.join(files)}" if files else "only safetensors are read"
+        raise UserError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; {found}")
+    total = int(shards[0][2])
+    have = [int(shard[1]) for shard in shards]
+    if any(int(shard[2]) != total for shard in shards) or have != list(range(1, total + 1)):
         raise UserError(
-            f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read"
+            f"{directory}: there is no {INDEX_FILE}, and its shards are not a whole set ({', '.join(files)}): "
+            f"shards 1 to {total} of {total} are needed"
         )
-    return _read_indexed(directory, index)
+    return [shard[0] for shard in shards]
 
 
-def _read_indexed(directory: Path, index: Path) -> tuple[FileLayout, dict[str, int]]:
+def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """(tensor -> file, the index's own metadata)."""
     content = read_object(index)
     try:
         weight_map = {str(name): plain_name(file) for name, file in content["weight_map"].items()}
@@ -244,6 +274,13 @@ def _read_indexed(directory: Path, index: Path) -> tuple[FileLayout, dict[str, i
         raise UserError(
             f"{index}: not a safetensors index (weight_map from tensor to file name): {reason_of(error)}"
         ) from error
+    return weight_map, index_metadata
+
+
+def _read_shards(
+    directory: Path, weight_map: Mapping[str, str], index_metadata: Mapping[str, Any], index: str
+) -> tuple[FileLayout, dict[str, int]]:
+    """The layout of files that `index` puts the tensors in."""
     tensors: list[TensorRecord] = []
     metadata: dict[str, Mapping[str, str]] = {}
     starts: dict[str, int] = {}
@@ -251,19 +288,19 @@ def _read_indexed(directory: Path, index: Path) -> tuple[FileLayout, dict[str, i
         path = directory / file
         if not path.is_file():
             first = min(name for name, where in weight_map.items() if where == file)
-            raise UserError(f"{path}: no such file, but {index.name} puts tensor {first} there")
+            raise UserError(f"{path}: no such file, but {index} puts tensor {first} there")
         records, metadata[file], found = read_header(path)
         starts |= found
         for record in records:
             if weight_map.get(record.name) != file:
                 told = weight_map.get(record.name)
                 says = f"puts it in {told}" if told else "does not name it"
-                raise UserError(f"{path}: holds tensor {record.name}, but {index.name} {says}")
+                raise UserError(f"{path}: holds tensor {record.name}, but {index} {says}")
         tensors += records
     held = {record.name for record in tensors}
     for name, file in sorted(weight_map.items()):
         if name not in held:
-            raise UserError(f"{directory / file}: lacks tensor {name}, which {index.name} puts there")
+            raise UserError(f"{directory / file}: lacks tensor {name}, which {index} puts there")
     return FileLayout(tuple(tensors), True, metadata, index_metadata), starts
 
 

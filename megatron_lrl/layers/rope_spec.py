@@ -45,6 +45,10 @@ ROPE_FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
 }
 
+# kind -> fields that published files have and transformers does not read. vLLM multiplies cos and sin with attn_factor
+# (DeepSeek-R1-0528-Qwen3-8B), so it is named when a model is loaded.
+UNREAD_FIELDS = {"yarn": frozenset({"attn_factor"})}
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -145,6 +149,9 @@ def read_rope(
             continue
         if mrope and name in ("mrope_section", "mrope_interleaved"):
             continue
+        if name in UNREAD_FIELDS.get(kind, ()):
+            _number(value, f"{where}.{name}")
+            continue
         if name not in required | optional:
             valid = ", ".join(sorted(required | optional | {"rope_type", "rope_theta"}))
             raise UserError(
@@ -177,6 +184,12 @@ def read_rope(
     if not bool(torch.isfinite(inv_freq).all()) or not attention_factor > 0:
         raise UserError(f"{where} gives frequencies that are not finite: check theta and the factors")
     return RopeSpec(**{**vars(spec), "attention_factor": float(attention_factor)})
+
+
+def unread_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary fields of a valid config.json that are there and have no effect."""
+    _, given = _rope_section(raw, "config.json")
+    return {name: given[name] for name in UNREAD_FIELDS.get(_rope_kind(given, ""), ()) if name in given}
 
 
 def _rotary_dim(

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.architecture import ATTENTION, Architecture, LastKVSpec, MoESpec
-from megatron_lrl.layers.rope_spec import RopeSpec, read_rope
+from megatron_lrl.layers.rope_spec import RopeSpec, read_rope, unread_fields
 from megatron_lrl.models.hf_families import (
     FAMILIES,
     MROPE,
@@ -27,10 +27,12 @@ from megatron_lrl.models.hf_fields import (
     boolean,
     integer,
     number,
+    refuse_contradictions,
     refuse_quantization,
     refuse_sliding_window,
     refuse_unsupported,
 )
+from megatron_lrl.models.hf_files import refuse_adapters, refuse_code
 from megatron_lrl.preflight import require_model
 from megatron_lrl.reading import read_object
 
@@ -52,11 +54,15 @@ def read_architecture(hf_dir: str | Path) -> Architecture:
 
     Raises:
         UserError: no such directory or file, malformed JSON, unsupported family, or a field that is missing,
-            ill-typed, or changes the computation in a way that is not implemented.
+            ill-typed, or changes the computation in a way that is not implemented; an adapter beside the weights, or
+            code that `auto_map` names.
     """
     require_model(hf_dir)
     path = Path(hf_dir) / "config.json"
-    return architecture_from_dict(read_object(path), source=str(path))
+    arch = architecture_from_dict(read_object(path), source=str(path))
+    refuse_adapters(path.parent)
+    refuse_code(path.parent)
+    return arch
 
 
 def architecture_from_dict(raw: Mapping[str, Any], source: str = "config.json") -> Architecture:
@@ -79,8 +85,10 @@ def architecture_from_dict(raw: Mapping[str, Any], source: str = "config.json") 
     # transformers ties by the outer field alone
     tied = boolean(raw, "tie_word_embeddings", source, False)
     if boolean(text, "tie_word_embeddings", inner, False) and not tied:
+        outer = "= false" if raw.get("tie_word_embeddings") is False else "is absent, which means false"
         raise UserError(
-            f"{inner}.tie_word_embeddings = true contradicts {source}: tie_word_embeddings = false"
+            f"{inner}.tie_word_embeddings = true contradicts {source}: tie_word_embeddings {outer}; the outer one "
+            "decides: set it to what is meant"
         )
     arch = _decoder({**text, "tie_word_embeddings": tied}, family.name, inner, raw=dict(raw), lastkv=lastkv)
     carried = (*arch.carried, r"model\.visual\..*")
@@ -135,7 +143,7 @@ def _decoder(
         mrope=family in MROPE,
     )
     all_mixtures = all(particular.get("moe_layers", (False,)))
-    return Architecture(
+    arch = Architecture(
         family=family,
         num_layers=num_layers,
         hidden_size=hidden,
@@ -154,6 +162,8 @@ def _decoder(
         raw=raw,
         **particular,
     )
+    refuse_contradictions(fields, arch, source)
+    return arch
 
 
 def describe_rope(arch: Architecture) -> str:
@@ -163,10 +173,14 @@ def describe_rope(arch: Architecture) -> str:
     fields = "".join(f", {name}={value}" for name, value in sorted(rope.parameters.items()))
     partial = "" if rope.rotary_dim == rope.head_dim else f" of which {rope.rotary_dim} rotate"
     pairs = ", neighbours paired" if rope.interleaved else ""
+    unread = "".join(
+        f"; {name}={value} has no effect in transformers, and none here"
+        for name, value in unread_fields(arch.raw.get("text_config") or arch.raw).items()
+    )
     return (
         f"RoPE {rope.kind}: theta={rope.theta:g}{fields}, head_dim={rope.head_dim}{partial}{pairs}, "
         f"positions={rope.max_positions}, cos/sin factor={factor:.6g}, "
-        f"frequencies {float(inv_freq[0]):.6g} .. {float(inv_freq[-1]):.6g}"
+        f"frequencies {float(inv_freq[0]):.6g} .. {float(inv_freq[-1]):.6g}{unread}"
     )
 
 

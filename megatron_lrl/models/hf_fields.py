@@ -1,15 +1,17 @@
 """The fields of a config.json, one by one: which are read, which cannot matter, which are refused, and of what type.
 
-A field that would change the computation and is not implemented is refused by name.
+A field that would change the computation and is not implemented is refused by name; one that says what the family
+computes anyway is accepted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.layers.architecture import Architecture
 
 __all__ = [
     "LARGEST",
@@ -18,6 +20,7 @@ __all__ = [
     "boolean",
     "integer",
     "number",
+    "refuse_contradictions",
     "refuse_quantization",
     "refuse_sliding_window",
     "refuse_unsupported",
@@ -122,10 +125,68 @@ WRAPPER_INERT = _names("""
 WRAPPER_READ = _names("text_config tie_word_embeddings quantization_config lastkv")
 
 
+def _shared_experts(arch: Architecture) -> float:
+    """How many experts wide the shared one is."""
+    return arch.moe.shared_ffn_hidden_size / arch.moe.ffn_hidden_size if arch.moe else 0
+
+
+def _leading_dense(arch: Architecture) -> int:
+    """Layers before the first mixture."""
+    return (*arch.moe_layers, True).index(True)
+
+
+# Fields of other families' configs that say what this one computes anyway: accepted with that value alone.
+COMPUTED: dict[str, Callable[[Architecture], Any]] = {
+    "use_qk_norm": lambda arch: arch.qk_norm,
+    "qk_norm": lambda arch: arch.qk_norm,
+    "qkv_bias": lambda arch: arch.qkv_bias,
+    "attn_output_gate": lambda arch: arch.output_gate,
+    "rotary_dim": lambda arch: arch.rope.rotary_dim,
+    "rope_interleaved": lambda arch: arch.rope.interleaved,
+    "full_attention_interval": lambda arch: 1,  # of families whose layers all attend
+    "num_experts": lambda arch: arch.moe.num_experts if arch.moe else 0,
+    "num_local_experts": lambda arch: arch.moe.num_experts if arch.moe else 0,
+    "n_routed_experts": lambda arch: arch.moe.num_experts if arch.moe else 0,
+    "num_experts_per_tok": lambda arch: arch.moe.top_k if arch.moe else 0,
+    "moe_intermediate_size": lambda arch: arch.moe.ffn_hidden_size if arch.moe else 0,
+    "shared_expert_intermediate_size": lambda arch: arch.moe.shared_ffn_hidden_size if arch.moe else 0,
+    "n_shared_experts": _shared_experts,
+    "num_shared_experts": _shared_experts,
+    "first_k_dense_replace": _leading_dense,
+    "moe_layer_freq": lambda arch: 1 if arch.moe and all(arch.moe_layers[_leading_dense(arch) :]) else None,
+    "norm_topk_prob": lambda arch: arch.moe.normalise if arch.moe else None,
+    "scoring_func": lambda arch: arch.moe.score if arch.moe else None,
+    "routed_scaling_factor": lambda arch: arch.moe.scale if arch.moe else None,
+    "n_group": lambda arch: arch.moe.groups if arch.moe else None,
+    "topk_group": lambda arch: arch.moe.top_groups if arch.moe else None,
+}
+
+
+def refuse_contradictions(fields: Mapping[str, Any], arch: Architecture, source: str) -> None:
+    """Raise `UserError` for a field that the family does not read and whose value is not what `arch` computes."""
+    read = READ | FAMILY_READ.get(arch.family, frozenset()) | FAMILY_FIXED.get(arch.family, {}).keys()
+    for key in fields:
+        if key not in COMPUTED or key in read or fields[key] is None:
+            continue
+        computed = COMPUTED[key](arch)
+        if not _same(fields[key], computed):
+            valid = "absent" if computed is None else f"{json.dumps(computed)}, which is computed anyway"
+            raise UserError(
+                f"{source}: {key} = {fields[key]!r} is an unknown field of a {arch.family} model and might change the "
+                f"computation; valid: {valid}"
+            )
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal as JSON values: true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
 def refuse_unsupported(raw: Mapping[str, Any], family: str, source: str, wrapper: bool = False) -> None:
     """Raise `UserError` for the first field that might change the computation and is not implemented.
 
-    `wrapper`: `raw` is the outer level of a vision-language config.
+    What `COMPUTED` names is left to `refuse_contradictions`. `wrapper`: `raw` is the outer level of a vision-language
+    config.
     """
     if wrapper:
         read, inert, fixed = WRAPPER_READ, INERT | WRAPPER_INERT, FIXED
@@ -138,10 +199,10 @@ def refuse_unsupported(raw: Mapping[str, Any], family: str, source: str, wrapper
             allowed = fixed[key]
             if value is None and key not in ("hidden_act", "hidden_activation"):
                 continue
-            if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
+            if not any(_same(value, a) for a in allowed):
                 valid = " or ".join(json.dumps(a) for a in allowed[:1]) or "null"
                 raise UserError(f"{source}: {key} = {value!r} is not supported; valid: {valid}")
-        elif key in inert or key in read or key.startswith("_"):
+        elif key in inert or key in read or key.startswith("_") or (key in COMPUTED and not wrapper):
             continue
         elif value is not None and value is not False:
             # A field unknown here may scale logits, change masks, add modules; transformers' own class for

@@ -164,6 +164,8 @@ def train(config: Config, runtime: Runtime) -> None:
             Tracker, output, runtime.is_main, first_update=first, updates=config.train.updates
         )
         with show as tracker, closing(trainer):
+            if prompts:
+                tracker.note(text.describe(prompts))
             if newest is not None:
                 tracker.note(f"resumed {newest} at update {first}")
             if changed:
@@ -234,6 +236,8 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
         return text, prompts, reward
 
     text, prompts, reward = runtime.together(prepare)
+    if runtime.is_main:
+        print(text.describe(prompts), flush=True)
     sampled: list[tuple[int, Rollout]] = []
     with open_run(config, runtime) as run:
         trainer = Trainer(run, prompts, reward, text)

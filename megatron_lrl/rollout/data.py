@@ -24,6 +24,7 @@ from typing import Any
 from megatron_lrl.errors import UserError
 from megatron_lrl.reading import json_lines
 from megatron_lrl.reading import shown as _short
+from megatron_lrl.rollout.chat import encode_messages, encode_text
 from megatron_lrl.rollout.recorded_routing import RoutingShape, routing_of
 from megatron_lrl.rollout.types import Group, Prompt, Response
 
@@ -56,8 +57,8 @@ def read_prompts(
     - "prompt_ids": token ids;
     - "prompt": text, encoded as it stands (with the special tokens that the tokenizer adds to plain text);
     - "messages": [{"role": ..., "content": ...}, ...], rendered by the tokenizer's chat template with a
-      generation prompt; `system_prompt` is put first if there is no system message; `chat_template_args` go
-      to the template.
+      generation prompt (see `chat.encode_messages`); `system_prompt` is put first if there is no system message;
+      `chat_template_args`, the record's own and its "tools" go to the template.
 
     "id" is optional: without it a prompt is called after its line ("line-7"). All other keys are for the
     reward. `tokenizer` is a transformers tokenizer, needed for text and messages. prompt + max_new_tokens
@@ -80,11 +81,9 @@ def read_prompts(
                 f'{where}: "{form}" needs a tokenizer, and the model comes without one; give "prompt_ids"'
             )
         elif form == "prompt":
-            if not isinstance(record[form], str):
-                raise UserError(f'{where}: "prompt" must be a string, found {_short(record[form])}')
-            encoded = list(tokenizer.encode(record[form]))
+            encoded = encode_text(record[form], where, tokenizer)
         else:
-            encoded = _render(record[form], where, tokenizer, system_prompt, chat_template_args or {})
+            encoded = encode_messages(record, where, tokenizer, system_prompt, chat_template_args or {})
         prompt_ids = _ids(encoded, where, form, limits)
         _check_length(len(prompt_ids), max_new_tokens, where, "rollout.max_new_tokens", limits)
         yield Prompt(id=name, prompt_ids=prompt_ids, record=record)
@@ -311,33 +310,3 @@ def _refuse_misspellings(record: Mapping[str, Any], known: Sequence[str], where:
         close = [] if key in known else difflib.get_close_matches(key.lower(), absent, n=1, cutoff=0.85)
         if close:
             raise UserError(f'{where}: unknown key "{key}"; did you mean "{close[0]}"?')
-
-
-def _render(
-    messages: Any, where: str, tokenizer: Any, system_prompt: str | None, template_args: Mapping[str, Any]
-) -> list[int]:
-    """Token ids of chat messages, ending where the assistant's answer begins."""
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f'{where}: "messages" must be a non-empty list, found {_short(messages)}')
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(k), str) for k in ("role", "content")
-        ):
-            raise UserError(
-                f'{where}: "messages"[{index}] must have the strings "role" and "content", '
-                f"found {_short(message)}"
-            )
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise UserError(
-            f'{where}: "messages" need a chat template, and the tokenizer has none; give "prompt"'
-        )
-    if system_prompt is not None and all(message["role"] != "system" for message in messages):
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **template_args
-        )
-    except Exception as error:  # a template is a program that came with the model and may raise anything
-        raise UserError(f'{where}: the chat template refused "messages": {error}') from error
-    # The template writes the special tokens itself.
-    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -157,3 +157,48 @@ def test_a_tensor_may_come_in_parts_and_another_as_stored_bytes(tmp_path: Path) 
     found = load_file(target / "model.safetensors")
     assert torch.equal(found["packed"], packed) and torch.equal(found["counts"], counts)
     assert torch.equal(found["odd"].view(torch.uint8), odd.view(torch.uint8))
+
+
+def _shards(folder: Path, tensors: dict[str, torch.Tensor], total: int = 2) -> list[str]:
+    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(2)]
+    for part, name in enumerate(names):
+        save_file(dict(list(tensors.items())[part::2]), folder / name)
+    return names
+
+
+def test_an_index_may_name_the_single_file(tmp_path: Path) -> None:
+    save_file(_tensors(), tmp_path / "model.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(_tensors(), "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with SafetensorsReader(tmp_path) as reader:
+        assert reader.layout.indexed and {r.name for r in reader.layout.tensors} == _tensors().keys()
+        assert torch.equal(reader.tensor("b")[(slice(None),)], _tensors()["b"])
+    index["weight_map"]["b"] = "other.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="holds both"):
+        SafetensorsReader(tmp_path)
+
+
+def test_a_whole_set_of_shards_needs_no_index(tmp_path: Path) -> None:
+    names = _shards(tmp_path, _tensors())
+    with SafetensorsReader(tmp_path) as reader:
+        assert {r.name: r.file for r in reader.layout.tensors} == {
+            name: names[i % 2] for i, name in enumerate(_tensors())
+        }
+        write_directory(tmp_path / "again", reader.layout, _tensors().items())
+    (tmp_path / names[0]).rename(tmp_path / "kept")
+    with pytest.raises(
+        UserError, match=r"not a whole set \(model-00002-of-00002\.safetensors\): shards 1 to 2"
+    ):
+        SafetensorsReader(tmp_path)
+    save_file({"b": torch.ones(1)}, tmp_path / names[0])
+    with pytest.raises(UserError, match=r"tensor b is in model-00001-of-00002\.safetensors too"):
+        SafetensorsReader(tmp_path)
+
+
+def test_what_is_there_instead_of_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor .*; only safetensors are read"):
+        SafetensorsReader(tmp_path)
+    save_file({"b": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    with pytest.raises(UserError, match=r"but consolidated\.safetensors"):
+        SafetensorsReader(tmp_path)

@@ -223,3 +223,21 @@ def test_settings_that_are_not_understood_are_refused(fields: dict[str, Any], me
     with pytest.raises(UserError) as caught:
         architecture_from_dict(_raw(**fields), source="config.json")
     assert "config.json" in str(caught.value) and message in str(caught.value)
+
+
+def test_what_transformers_does_not_read_has_no_effect_and_is_named() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B holds attn_factor; transformers' attention factor comes from `factor` alone."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    stated = {**yarn, "attn_factor": 0.8782488562869419}
+    with_it = architecture_from_dict(_raw(rope_scaling=stated, rope_theta=10_000.0))
+    without = architecture_from_dict(_raw(rope_scaling=yarn, rope_theta=10_000.0))
+    assert with_it.rope == without.rope and with_it.fingerprint() == without.fingerprint()
+    module = transformers.LlamaForCausalLM(_config(rope_parameters={**stated, "rope_theta": 10_000.0}))
+    rotary = module.model.rotary_emb
+    assert with_it.rope.attention_factor == rotary.attention_scaling
+    assert torch.equal(with_it.rope.inv_freq()[0], rotary.inv_freq)
+    assert "attn_factor=0.8782488562869419 has no effect" in describe_rope(with_it)
+    with pytest.raises(UserError, match="attn_factor = 'x' must be a number"):
+        architecture_from_dict(_raw(rope_scaling={**yarn, "attn_factor": "x"}, rope_theta=10_000.0))
+    with pytest.raises(UserError, match="is not a field of RoPE kind"):
+        architecture_from_dict(_raw(rope_scaling={"rope_type": "linear", "factor": 2.0, "attn_factor": 1.0}))

@@ -49,6 +49,17 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             {"shared_expert_intermediate_size": 8},
             "shared_expert_intermediate_size = 8 is an unknown",
         ),
+        # what the family computes anyway is no contradiction (below); anything else is
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False is an unknown field of a qwen3_moe model"),
+        ("qwen3_moe", {"qkv_bias": True}, "valid: false, which is computed anyway"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": False}, "valid: 0, which is computed anyway"),
+        ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts = 1 is an unknown field"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, 'valid: "softmax"'),
+        ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5 is an unknown field"),
+        ("qwen3_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1 is an unknown field"),
+        ("qwen3_5", {"use_qk_norm": False}, "use_qk_norm = False is an unknown field"),
+        ("glm4", {"use_qk_norm": True}, "valid: false, which is computed anyway"),
+        ("glm4", {"scoring_func": "sigmoid"}, "valid: absent"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = true"),
         ("qwen3_moe", {"layer_types": ["linear_attention"] * 4}, "layer_types[0] = 'linear_attention'"),
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
@@ -149,3 +160,42 @@ def test_what_would_compute_something_else_is_refused(
     with pytest.raises(UserError) as caught:
         architecture_from_dict(tiny_config(case_name, **fields), source="dir/config.json")
     assert str(caught.value).startswith("dir/config.json: ") and message in str(caught.value)
+
+
+PUBLISHED_CODER = {  # fields of published Qwen3-Coder configs that transformers' class does not know
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
+    "qkv_bias": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("case_name", "fields"),
+    [
+        ("qwen3_moe", PUBLISHED_CODER),
+        ("qwen3_moe", {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "n_shared_experts": 0}),
+        (
+            "qwen3_moe",
+            {"routed_scaling_factor": 1.0, "n_routed_experts": 8, "shared_expert_intermediate_size": None},
+        ),
+        (
+            "glm4",
+            {"num_experts": 0, "use_qk_norm": False, "moe_intermediate_size": 0, "rope_interleaved": True},
+        ),
+        ("qwen3_5", {"use_qk_norm": True, "num_experts": 0, "n_shared_experts": None}),
+    ],
+)
+def test_what_is_computed_anyway_is_accepted(case_name: str, fields: dict[str, Any]) -> None:
+    stated = architecture_from_dict(tiny_config(case_name, **fields))
+    assert stated == architecture_from_dict(tiny_config(case_name))
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"), [({}, "is absent, which means false"), ({"tie_word_embeddings": False}, "= false")]
+)
+def test_a_contradiction_quotes_what_stands_there(outer: dict[str, Any], told: str) -> None:
+    raw = tiny_config("qwen3_5-vl", text_tie_word_embeddings=True)
+    raw.pop("tie_word_embeddings", None)
+    with pytest.raises(UserError) as caught:
+        architecture_from_dict({**raw, **outer})
+    assert f"config.json: tie_word_embeddings {told};" in str(caught.value)
