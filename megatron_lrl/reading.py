@@ -36,6 +36,7 @@ MAX_LINE = 1 << 30
 MAX_NAME, MAX_PATH = 255, 4095  # bytes, of Linux file systems
 
 _LONG_DIGITS = re.compile(r"\d{19}")
+_NO_LIMIT = str(int(1e30))  # model_max_length of most tokenizer_config.json: transformers' "no limit"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _DOTTED = re.compile(r"""(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){100}""")
 _SHOWN = 60
@@ -243,7 +244,9 @@ def _decoded(content: bytes, where: str, line: int | None, bom: bool = True) -> 
         raise UserError(f"{where}: not UTF-8 text: {error.reason} (byte {error.start})") from None
 
 
-def _bounded(digits: str) -> int:
+def _bounded(digits: str) -> int | float:
+    if digits == _NO_LIMIT:
+        return float(digits)
     number = int(digits) if len(digits) <= 20 else None
     if number is None or not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"an integer of {len(digits.lstrip('-'))} digits; valid: 64 bits")
