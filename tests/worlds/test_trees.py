@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from harness import ONE, World, run_world
+from layers.lastkv.tiny import write_lastkv
 from oracle import hf_oracle
 from oracle.compare import compare_tensors, max_difference
 from oracle.trajectories import Group
@@ -148,3 +149,47 @@ def test_shared_tokens_are_fed_once(answers: Any, tmp_path: Path, report: Any) -
     report("tokens fed, shared and alone", f"{shared}, {alone}")
     assert alone == prefix + paths and nodes + leaves == 16
     compare_tensors(load_file(outs[0]), load_file(outs[1])).require(1e-6, 1e-5)
+
+
+KINDS = ["qwen3_5", "qwen3_moe", "lastkv"]
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        ONE,
+        World(cp=2, dp=2),
+        *(pytest.param(w, marks=pytest.mark.slow) for w in (World(tp=2), World(cp=2, pp=2))),
+    ],
+    ids=lambda world: world.name,
+)
+def test_trees_of_every_layer_kind(world: World, answers: Any, tmp_path: Path, report: Any) -> None:
+    """Recurrent states fork at any node, LastKV boundaries lie inside nodes: merged is unmerged, in float64.
+
+    The unmerged gradients of these models have their own oracles (test_fp64_families, layers/lastkv).
+    """
+    answers.add("tree", tree())
+    cases, outs = [], {}
+    for kind in KINDS:
+        for contract in ("exact", "response_only"):
+            for least, chunk in ((3, 0), (3, 4), (0, 0)):
+                out = tmp_path / f"{kind}-{contract}-{least}-{chunk}.safetensors"
+                settings = {
+                    "contract": contract,
+                    "Z": 8,
+                    "replay__share_tokens": least,
+                    "replay__chunk_size": chunk,
+                }
+                settings["model__dtype"] = "float64"
+                case = answers.case("qwen3" if kind == "lastkv" else kind, "tree", out, **settings)
+                if kind == "lastkv":
+                    case["hf"] = str(write_lastkv(answers.root, "qwen3", 5))
+                    case["settings"].append("model.attention=lastkv")
+                cases.append(case)
+                outs[kind, contract, least, chunk] = out
+    run_world(world, "worlds.ranks:run_verbs", cases=cases)
+    for (kind, contract, least, chunk), out in outs.items():
+        if least:
+            found = compare_tensors(load_file(out), load_file(outs[kind, contract, 0, 0]))
+            report(f"{kind}, {contract}, chunks of {chunk}", found)
+            found.require(1e-10, 1e-9, out.stem)
