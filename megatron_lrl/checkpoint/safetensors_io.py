@@ -2,8 +2,9 @@
 
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
 data. Headers are read and checked here, so that a damaged file is named before any weight is touched. Data is read
-with plain file reads, not mapped: the process grows by what is asked for, and by no page of a file that was
-visited. `safetensors_writer` is the counterpart.
+with plain file reads, not mapped as by safetensors' own `get_slice`: the process grows by what is asked for, and by no
+page of a file that was visited, and a file that is cut while it is read is a message, not a SIGBUS.
+`safetensors_writer` is the counterpart.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import sys
 import traceback
@@ -61,4 +62,6 @@ def main(job_file: str, rank: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
+    for child in multiprocessing.active_children():  # a checkpoint's manager would outlive this exit
+        child.kill()
     os._exit(0)

@@ -87,7 +87,7 @@ def test_reward_rises(case: str, tmp_path: Path, report: Callable[[str, object],
     assert first < 0.4 and last > 0.5
 
 
-@pytest.mark.parametrize("case", ["full, exact", "lastkv, exact"])
+@pytest.mark.parametrize("case", [pytest.param("full, exact", marks=pytest.mark.slow), "lastkv, exact"])
 def test_against_its_advantages_it_falls(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Callable[[str, object], None]
 ) -> None:
