@@ -36,7 +36,9 @@ def check_inputs(verb: str, config: Config, files: dict[str, str | None]) -> Non
     if source is not None:
         require_file(source)
     if (out := files.get("out")) is not None:
-        check_target(out, int(os.environ.get("RANK", "0")) == 0, source)
+        # Every rank of one machine sees the same folders; over several machines rank 0 looks once all have met.
+        world = os.environ.get("WORLD_SIZE", "1")
+        check_target(out, os.environ.get("LOCAL_WORLD_SIZE", world) == world, source)
 
 
 def require_model(folder: str | Path) -> None:

@@ -189,6 +189,7 @@ def test_every_documented_key_is_read(write) -> None:
         "seed": 17,
         "log_samples": 0,
         "window_attempts": 3,
+        "changed_inputs": "refuse",
         "on_nonfinite": "skip",
     }
     assert config.data.model_dump() == {

@@ -87,7 +87,7 @@ def test_checkpoint_of_another_model(tmp_path: Path) -> None:
     cases = [
         Case(["export", str(imported), str(tmp_path / "hf")], named),
         Case(place.grad("model.checkpoint=" + str(imported)), named),
-        Case(place.train(f"train.output={run}", "train.updates=2"), named),
+        Case(place.train(f"train.output={run}", "train.updates=2"), ("other content", "model.hf")),
     ]
     require_refused(ONE, place, cases)
 

@@ -128,7 +128,7 @@ def test_gates_are_in_the_table_and_in_the_model_with_the_key_only(family: str) 
     ):
         check_names(after, names["full"], lastkv, "source")
     with pytest.raises(UserError, match=r"3 tensor\(s\) left over.*model\.layers\.0\.self_attn\.lastkv_gate"):
-        check_names(before, names[lastkv.attention], plain, "source")
+        check_names(before, names[describe_attention(lastkv)], plain, "source")
 
     with runtime_scope(Layout()) as runtime:
         for arch, table in ((plain, before), (lastkv, after)):

@@ -41,7 +41,7 @@ def exact_window(run: Run, contract: str) -> Window:
     with UpdateWindow(run) as window:
         window.fix(branch.key for branch in responses)
         with window.prompt_group("g", ids(PROMPT, 1), contract) as group:
-            kept = 0 if group._kept is None else group._kept.nbytes
+            kept = 0 if group._tokens is None else group._tokens.kept_bytes
             window.replay(group, work_of(batches_of(responses, 1), [mean_loss(0.1)] * len(LENGTHS)))
         window.reduce()
         found = gradient(run)

@@ -112,7 +112,7 @@ def test_fewer_snapshots_are_kept_and_some_made_again(session_dir: Path) -> None
         )
         with open_plan_of_stage(config, read_architecture(folder), 1, 0) as plan:
             planned.append(plan.bytes_of(Work(*WORK), "exact"))
-            one = kept_bytes(read_architecture(folder), Layout(), torch.float32).advance
+    one = kept_bytes(read_architecture(folder), Layout(), torch.float32).advance
     every, few = planned
     # 6 chunks; the first starts from nothing. 30,000 bytes hold 4 states: a snapshot before chunks 0, 2, 4.
     assert one == 2 * 4 * (8 * 8 * 8 + (2 * 4 * 8 + 8 * 8) * 3) and 4 * one <= 30_000 < 5 * one

@@ -143,7 +143,7 @@ def test_ragged_responses_around_boundaries(
             branches = [Branch(BranchKey(name, i), tuple(r["ids"])) for i, r in enumerate(group["responses"])]
             with window.prompt_group(name, prompt) as prefix:
                 results = Replay(prefix).score(work_of(batches_of(branches, 3)))
-            scored = [logprob_R.tolist() for batch in results for logprob_R, _ in batch]
+            scored = [logprob_R.tolist() for _, (logprob_R, _) in results]
             expected = [oracle.logprobs(prompt, r["ids"]).tolist() for r in group["responses"]]
             worst = max(worst, max_difference(scored, expected))
     report(f"{case} {dtype}: max error of a log-probability", worst)
