@@ -13,6 +13,7 @@ child's first token. Chunks are an execution detail: no chunk size changes a res
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from types import TracebackType
@@ -35,7 +36,7 @@ class NodePhase(Enum):
     CLOSED = "closed"
 
 
-class Node:
+class Node(ABC):
     """What branches are forked from, and what is fed of them. Exit of a ``with`` block frees it."""
 
     conventional = False
@@ -53,12 +54,13 @@ class Node:
         """Whether a replay keeps one graph through everything it feeds."""
         return self.conventional
 
+    @abstractmethod
     def feed(
         self, branches: Sequence[Sequence[int]]
     ) -> tuple[list[tuple[int, ...]], list[int], list[Sequence[int]]]:
         """What is fed of each branch, the position whose output predicts its first scored token, what is scored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_identity(self) -> None:
         """Raise `IdentityMismatch` if the model, prompt or layout is no longer the captured one."""
 
@@ -127,6 +129,9 @@ class Documents(Node):
     @property
     def whole_graph(self) -> bool:
         return self.run.config.prefix.contract == "conventional"
+
+    def check_identity(self) -> None:
+        """Nothing is resident that could be another model's."""
 
     def fork(self, branches: int, log: bool = False) -> SequenceState:
         return self.run.new_state(branches, log=log)
