@@ -185,7 +185,12 @@ def test_a_whole_set_of_shards_needs_no_index(tmp_path: Path) -> None:
         assert {r.name: r.file for r in reader.layout.tensors} == {
             name: names[i % 2] for i, name in enumerate(_tensors())
         }
+        (tmp_path / "again").mkdir()
         write_directory(tmp_path / "again", reader.layout, _tensors().items())
+        assert sorted(path.name for path in (tmp_path / "again").iterdir()) == [
+            *names,
+            "model.safetensors.index.json",
+        ]
     (tmp_path / names[0]).rename(tmp_path / "kept")
     with pytest.raises(
         UserError, match=r"not a whole set \(model-00002-of-00002\.safetensors\): shards 1 to 2"
