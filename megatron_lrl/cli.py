@@ -89,7 +89,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "data.reward reads.",
             _SETTINGS,
         ),
-        "generate CONFIG --prompts P.jsonl --out T.jsonl [key=value ...]",
+        "generate CONFIG --prompts P.jsonl --out T.jsonl [--overwrite] [key=value ...]",
         "generate config.toml --prompts P.jsonl --out T.jsonl rollout.group_size=4",
     ),
     "score": (
@@ -99,7 +99,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             '{"id": ..., "logprobs": [[...], ...]}.',
             _SETTINGS,
         ),
-        "score CONFIG --trajectories T.jsonl --out S.jsonl [key=value ...]",
+        "score CONFIG --trajectories T.jsonl --out S.jsonl [--overwrite] [key=value ...]",
         "score config.toml --trajectories T.jsonl --out S.jsonl",
     ),
     "grad": (
@@ -110,7 +110,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "safetensors file with Hugging Face names and shapes. No parameter changes.",
             _SETTINGS,
         ),
-        "grad CONFIG --trajectories T.jsonl --out G.safetensors [key=value ...]",
+        "grad CONFIG --trajectories T.jsonl --out G.safetensors [--overwrite] [key=value ...]",
         "grad config.toml --trajectories T.jsonl --out G.safetensors prefix.contract=exact",
     ),
     "check": (
@@ -123,7 +123,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "bar.",
             _SETTINGS,
         ),
-        "check CONFIG [--out R.json] [key=value ...]",
+        "check CONFIG [--out R.json [--overwrite]] [key=value ...]",
         "check config.toml --out report.json",
     ),
     "plan": (
@@ -137,7 +137,7 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             _SETTINGS,
         ),
         "plan CONFIG [--world N] [--prompt P] [--response R] [--budget GIB] [--tflops T]\n"
-        "                         [--out R.json] [key=value ...]",
+        "                         [--out R.json [--overwrite]] [key=value ...]",
         "plan config.toml --world 64 --prompt 131072 --budget 139 parallel.tp=4 parallel.cp=8",
     ),
 }
@@ -258,6 +258,12 @@ def _parser() -> argparse.ArgumentParser:
                 "--tflops", type=_positive, metavar="T", help="10^12 operations a second that a rank achieves"
             )
             sub.add_argument("--out", metavar="R.json", help="also write the bytes as JSON")
+        if name != "train":
+            sub.add_argument(
+                "--overwrite",
+                action="store_true",
+                help="--out may replace a file that the verb did not write",
+            )
     return parser
 
 
@@ -285,6 +291,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.overrides += rest
         if options.config is None:
             parser.error(f"{options.verb} needs CONFIG, a TOML file of settings")
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        there, absent = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("WORLD_SIZE", "RANK")
+        print(
+            f"error: the environment sets {there} and not {absent}: launch with torchrun, which sets both, or unset it",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return 2
     try:
         for name in _PATHS & vars(options).keys():
             check_path(getattr(options, name) or "", name)
@@ -304,7 +317,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.verb == "plan":
         return _plan(options)
     if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):
-        _settings(options)
+        _settings(options, writes=True)  # every rank, or one would end and the others wait for it
     from megatron_lrl.runtime import Layout, init_distributed, runtime_scope, shutdown_runtime
 
     world = init_distributed()
@@ -313,7 +326,7 @@ def _run(options: argparse.Namespace) -> int:
             layout = Layout(tp=options.tp, pp=options.pp)
             with runtime_scope(layout) as runtime:
                 return _convert(options, runtime)
-        config = world.together(_settings, options)
+        config = world.together(_settings, options, world.is_main)
         parallel = config.parallel
         layout = Layout(parallel.tp, parallel.cp, parallel.pp, parallel.ep)
         with runtime_scope(layout, config.train.seed) as runtime:
@@ -322,12 +335,12 @@ def _run(options: argparse.Namespace) -> int:
         shutdown_runtime()
 
 
-def _settings(options: argparse.Namespace) -> Any:
+def _settings(options: argparse.Namespace, writes: bool) -> Any:
     """The verb's settings, if it has some; raises `UserError` for what can be seen without reading a model."""
     if options.verb in ("import", "export"):
         return check_conversion(options.verb, options.source, options.target)
     config = load_config(options.config, options.overrides)
-    check_inputs(options.verb, config, vars(options))
+    check_inputs(options.verb, config, vars(options), writes)
     return config
 
 
@@ -335,7 +348,7 @@ def _plan(options: argparse.Namespace) -> int:
     """One process, whatever the launcher: the ranks of a plan do not exist."""
     if not _speaks():
         return 0
-    config = _settings(options)
+    config = _settings(options, writes=True)
     from megatron_lrl.runtime import quiet_libraries
 
     quiet_libraries()

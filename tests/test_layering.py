@@ -18,7 +18,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_lrl"
 LONGEST = 400
 
-LEAVES = {"errors", "reading", "settings", "config", "preflight", "runtime", "platform_cpu", "tracking"}
+LEAVES = {
+    "errors",
+    "reading",
+    "settings",
+    "config",
+    "outputs",
+    "preflight",
+    "runtime",
+    "platform_cpu",
+    "tracking",
+}
 RUN = {"layers", "models", "checkpoint", "run"}
 WINDOW = RUN | {"passes", "experts", "lifetimes"}
 

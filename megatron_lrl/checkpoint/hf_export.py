@@ -131,7 +131,7 @@ def export_checkpoint(ckpt_dir: str | Path, hf_dir: str | Path, runtime: Runtime
     ckpt_dir, hf_dir = Path(ckpt_dir), Path(hf_dir)
     arch, manifest = runtime.together(read_checkpoint_architecture, ckpt_dir)
     runtime.together(check_layout, arch, runtime.layout)
-    runtime.together(lambda: publish.prepare(hf_dir) if runtime.is_main else None)
+    runtime.together(lambda: publish.prepare(hf_dir, ckpt_dir) if runtime.is_main else None)
     try:
         if runtime.is_main:
             print(describe_rope(arch), flush=True)

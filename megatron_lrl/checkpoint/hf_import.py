@@ -119,7 +119,7 @@ def import_checkpoint(
         runtime.together(_check_conversion, stored, lastkv, gate_init, hf_dir)
         arch = stored.with_lastkv(lastkv)
     manifest = converted(runtime.together(source_manifest, hf_dir, stored), arch)
-    runtime.together(lambda: publish.prepare(ckpt_dir) if runtime.is_main else None)
+    runtime.together(lambda: publish.prepare(ckpt_dir, hf_dir) if runtime.is_main else None)
     try:
         if runtime.is_main:
             print(describe_rope(arch), flush=True)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from megatron_lrl.errors import UserError, writing
-from megatron_lrl.preflight import require_new
+from megatron_lrl.outputs import check_folder
 
 # What belongs to a model beside its weights: settings, tokenizer, chat template, generation defaults,
 # licence, notes. Code and weights in other formats (pickles among them) stay behind.
@@ -29,14 +29,14 @@ def incomplete_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.incomplete")
 
 
-def prepare(target: str | Path) -> Path:
+def prepare(target: str | Path, source: str | Path) -> Path:
     """Check that `target` may be created and make its empty working directory next to it; returns the latter.
 
     A working directory left by an interrupted run is removed. Raises UserError: target exists and is not an
-    empty directory, or the place is not writable.
+    empty directory, lies in `source`, or the place is not writable.
     """
     target = Path(target)
-    require_new(target)
+    check_folder(target, source)
     partial = incomplete_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.outputs import GRADIENT
 from megatron_lrl.reading import opened, parse_json, read_object, reason_of, shown
 
 SINGLE_FILE = "model.safetensors"
@@ -349,5 +350,7 @@ def read_header(path: Path) -> tuple[list[TensorRecord], Mapping[str, str], dict
         raise UserError(
             f"{path}: {size - 8 - length - position} bytes after the last tensor; the file is damaged"
         )
+    if metadata.items() >= GRADIENT.items():
+        raise UserError(f"{path}: holds a gradient that `grad` wrote, not a model's weights")
     starts = {record.name: 8 + length + begin for begin, _, record in fields}
     return [record for _, _, record in fields], metadata, starts

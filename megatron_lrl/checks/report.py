@@ -8,12 +8,9 @@ recorded responses ─ replay ─┘
 
 from __future__ import annotations
 
-import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megatron_lrl.checks.positions import PositionMismatch, boundary_prompts, sample_and_score
@@ -22,8 +19,8 @@ from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradien
 from megatron_lrl.lifetimes.open import open_run, read_model_architecture
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.outputs import write_report
 from megatron_lrl.passes.lockstep import check_lockstep
-from megatron_lrl.preflight import check_target
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.finite import reduce_finite
 from megatron_lrl.rl.loss import summarise
@@ -64,7 +61,7 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
 
     Takes the first prompts of data.prompts, or random ids. Raises `UserError` as `train` does.
     """
-    prompts = runtime.together(_prompts, config, out)
+    prompts = runtime.together(_prompts, config)
     arch = runtime.together(read_model_architecture, config)
     runtime.together(check_lockstep, config, arch, runtime.layout, "conventional")
     bars = BARS[config.model.dtype]
@@ -101,13 +98,12 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
         report["passed"] = passed
     if runtime.is_main:
         print(_text(report, mismatch, comparisons), flush=True)
-    runtime.together(_write, report, out, runtime.is_main)
+    if out is not None:
+        runtime.together(lambda: write_report(out, report) if runtime.is_main else None)
     return all(passed.values())
 
 
-def _prompts(config: Config, out: str | None) -> list[Prompt]:
-    if out is not None:
-        check_target(out)
+def _prompts(config: Config) -> list[Prompt]:
     arch = read_model_architecture(config)
     if config.data.prompts is not None:
         return load_prompts(config, arch, Text(hf_folder(config)), config.data.prompts)[:GROUPS]
@@ -179,12 +175,3 @@ def _text(
         lines.append(f"  {contract:14s} replay {peak['replay']:>14,}  resident {peak['group']:>14,}")
     lines += ["", *(f"{'pass' if ok else 'FAIL'}  {name}" for name, ok in report["passed"].items())]
     return "\n".join(lines)
-
-
-def _write(report: dict[str, Any], out: str | None, write: bool) -> None:
-    if out is None or not write:
-        return
-    path = Path(out)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

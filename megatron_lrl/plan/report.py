@@ -7,11 +7,8 @@ shapes ─ operations ───────────────────�
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
@@ -22,6 +19,7 @@ from megatron_lrl.lifetimes.open import read_model_architecture
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.models.layout_check import check_layout
+from megatron_lrl.outputs import write_report
 from megatron_lrl.plan.bytes import (
     Plan,
     RankBytes,
@@ -95,7 +93,7 @@ def plan(
     )
     stages = [_plan_stage(config, arch, request, stage) for stage in stages_that_differ(layout.pp)]
     if out is not None:
-        _write(Path(out), request, stages)
+        write_report(out, _described(request, stages))
     return _text(config, arch, request, stages)
 
 
@@ -305,11 +303,13 @@ def _break_even(
     return lines
 
 
-def _write(path: Path, request: Request, stages: Sequence[StagePlan]) -> None:
+def _described(request: Request, stages: Sequence[StagePlan]) -> dict[str, Any]:
+    """The report as JSON."""
+
     def described(bytes_: RankBytes) -> dict[str, Any]:
         return {**asdict(bytes_), **bytes_.lifetimes(), "total": bytes_.total}
 
-    report = {
+    return {
         "world": request.world,
         "work": asdict(request.work),
         "budget": request.budget,
@@ -322,9 +322,3 @@ def _write(path: Path, request: Request, stages: Sequence[StagePlan]) -> None:
             for stage in stages
         ],
     }
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror}") from error

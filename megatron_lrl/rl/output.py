@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_lrl.checkpoint.training import CHECKPOINTS
 from megatron_lrl.config import differing_settings
 from megatron_lrl.errors import UserError
-from megatron_lrl.preflight import require_writable
+from megatron_lrl.outputs import LOCK_FILE, require_writable
 from megatron_lrl.reading import read_object
 from megatron_lrl.rollout.journal import JOURNAL
 from megatron_lrl.settings import Config
@@ -35,7 +35,7 @@ def check_output(output: Path, config: Config, check: bool) -> None:
     if not output.exists():
         return
     if not record.is_file():
-        if any(output.iterdir()):
+        if any(path.name != LOCK_FILE for path in output.iterdir()):
             raise UserError(f"{name} is not empty and holds no run; choose a new or empty folder")
     elif config.train.overwrite:
         _refuse_own_input(output, config)

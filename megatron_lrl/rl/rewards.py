@@ -13,11 +13,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.reading import reason_of, shown
 from megatron_lrl.rollout.types import Prompt
 
 _NUMBER = re.compile(
@@ -41,21 +44,43 @@ class Reward:
         """
         where = f"reward {self.name} on group {prompt.id!r}"
         offered = {"ids": list(ids), "raw_text": raw_text}
-        try:
+        with _foreign(where):
             value = self._function(
                 text, prompt.record, **{name: offered[name] for name in self._asked}, **self._args
             )
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-        except Exception as error:  # the user's own function may raise anything
-            raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
         try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise UserError(f"{where} returned {value!r}; a reward must be a finite number") from None
+            number = math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
+        except Exception:  # a value of the user's own kind may raise anything, a huge integer overflows
+            number = math.nan
         if not math.isfinite(number):
-            raise UserError(f"{where} returned {number}; a reward must be a finite number")
+            raise UserError(f"{where} returned {shown(value)}; a reward must be a finite number")
         return number
+
+
+@contextmanager
+def _foreign(where: str) -> Iterator[None]:
+    """The user's own code runs in the block: what it raises, `SystemExit` too, is a `UserError` beginning with
+    ``where``; it ends no process of ours, and the working directory is afterwards what it was."""
+    before, mine, leave = os.getcwd(), os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != mine:  # a process that the function started
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = refuse  # type: ignore[assignment]
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    except KeyboardInterrupt:  # the user's own
+        raise
+    except BaseException as error:
+        raise UserError(f"{where} raised {type(error).__name__}: {reason_of(error)}") from error
+    finally:
+        os._exit = leave
+        with suppress(OSError):
+            os.chdir(before)
 
 
 def load_reward(spec: str, args: Mapping[str, Any] | None = None) -> Reward:
@@ -65,12 +90,8 @@ def load_reward(spec: str, args: Mapping[str, Any] | None = None) -> Reward:
     module_name, colon, function_name = spec.partition(":")
     if not (module_name and colon and function_name):
         raise UserError(f'data.reward = {spec!r} must be "module:function"')
-    try:
+    with _foreign(f"data.reward = {spec!r}: cannot import {module_name}: it"):
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's module, which may raise anything
-        raise UserError(
-            f"data.reward = {spec!r}: cannot import {module_name}: {type(error).__name__}: {error}"
-        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"data.reward = {spec!r}: {module_name} has no function {function_name}")

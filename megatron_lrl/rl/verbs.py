@@ -9,7 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from megatron_lrl.lifetimes.open import open_run, read_model_architecture
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.outputs import GRADIENT, held
 from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.plan.report import against_measured, plan_of_run
-from megatron_lrl.preflight import check_target
 from megatron_lrl.rl.accumulate import (
     WindowPlan,
     accumulate,
@@ -133,8 +133,23 @@ def train(config: Config, runtime: Runtime) -> None:
     """Run the configured updates, resuming from the newest checkpoint of the output folder and its journal."""
     material = runtime.together(_material, config)
     assert config.train.output is not None
-    output = Path(config.train.output)
+    output = Path(config.train.output).absolute()
     runtime.together(check_output, output, config, runtime.is_main)
+    with _held(output, config, runtime):
+        _train(config, runtime, material, output)
+
+
+@contextmanager
+def _held(output: Path, config: Config, runtime: Runtime) -> Iterator[None]:
+    """`outputs.held` by rank 0, refused on all ranks alike; what another run left meanwhile is looked at again."""
+    with ExitStack() as stack:
+        lock = held(output, f"train.output = {output}", runtime.is_main)
+        runtime.together(stack.enter_context, lock)
+        runtime.together(check_output, output, config, runtime.is_main)
+        yield
+
+
+def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> None:
     newest = None if config.train.overwrite else latest_training(output, runtime)
     inputs = runtime.gather_objects(
         runtime.together(lambda: fingerprints(config) if runtime.is_main else {})
@@ -224,7 +239,6 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
     """Sample a group for every prompt of a file and write trajectories, with rewards if the prompts have answers."""
 
     def prepare() -> tuple[Text, list[Prompt], Reward | None]:
-        check_target(out, runtime.is_main, prompts_path)
         arch, text = read_model_architecture(config), Text(hf_folder(config))
         prompts = load_prompts(config, arch, text, prompts_path)
         reward = load_reward(config.data.reward, config.data.reward_args)
@@ -265,7 +279,7 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
 
 def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
     """Write the log-probabilities of recorded responses under the model."""
-    groups = runtime.together(_recorded, config, runtime, trajectories, out)
+    groups = runtime.together(_recorded, config, trajectories)
     mine: list[tuple[int, dict[str, Any]]] = []
     with open_run(config, runtime) as run, in_lockstep(run):
         for place, group in _shared(list(enumerate(groups)), runtime, "score"):
@@ -297,7 +311,7 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
 
     float32, or float64 for a float64 model; the metadata say which contract it follows.
     """
-    groups = runtime.together(_recorded, config, runtime, trajectories, out)
+    groups = runtime.together(_recorded, config, trajectories)
     plan = runtime.together(WindowPlan, groups, config, runtime.dp, runtime.dp_rank)
     with open_run(config, runtime, gradients=True) as run, UpdateWindow(run) as window:
         # The reference is the model as loaded: the policy itself.
@@ -306,6 +320,7 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
         reduce_finite(window)
         metadata = {
             "format": "pt",
+            **GRADIENT,
             "contract": config.prefix.contract,
             "truncate_tokens": str(config.prefix.truncate_tokens),
             "loss": repr(float(sums["loss_sum"])),
@@ -319,9 +334,8 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
             print(json.dumps({**metadata, "out": str(out)}), flush=True)
 
 
-def _recorded(config: Config, runtime: Runtime, trajectories: str, out: str) -> list[Group]:
-    """The groups of a trajectory file, checked against the model; also checks that ``out`` can be written."""
-    check_target(out, runtime.is_main, trajectories)
+def _recorded(config: Config, trajectories: str) -> list[Group]:
+    """The groups of a trajectory file, checked against the model."""
     groups = list(read_trajectories(trajectories, limits(read_model_architecture(config))))
     require_routing(groups, config)
     return groups

@@ -106,6 +106,7 @@ def test_wrong_command_line(arguments: list[str], said: str, capsys: pytest.Capt
 def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Under torchrun all ranks get the same wrong command line."""
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert leave(["trian"], capsys) == (2, "", "")
     assert leave(["--help"], capsys) == (0, "", "")
     assert cli.main(["--settings"]) == 0 and capsys.readouterr().out == ""
