@@ -66,8 +66,8 @@ def check_file(
         )
 
 
-def check_folder(target: str | Path, source: str | Path) -> None:
-    """Raise `UserError` unless a folder may be made of ``target`` from what ``source`` holds."""
+def check_folder(target: str | Path, source: str | Path | None = None) -> None:
+    """Raise `UserError` unless a folder may be made of ``target``, from what ``source`` holds if that is given."""
     path = Path(target)
     if path.is_symlink():
         raise UserError(f"{path}: is a symbolic link; nothing was overwritten, choose another")
@@ -75,7 +75,7 @@ def check_folder(target: str | Path, source: str | Path) -> None:
         raise UserError(
             f"{path}: exists and is not an empty directory; nothing was overwritten, choose another"
         )
-    if path.resolve().is_relative_to(Path(source).resolve()):
+    if source is not None and path.resolve().is_relative_to(Path(source).resolve()):
         raise UserError(f"{path}: lies in {source}, which is read; choose another")
 
 

@@ -29,11 +29,11 @@ def incomplete_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.incomplete")
 
 
-def prepare(target: str | Path, source: str | Path) -> Path:
+def prepare(target: str | Path, source: str | Path | None = None) -> Path:
     """Check that `target` may be created and make its empty working directory next to it; returns the latter.
 
     A working directory left by an interrupted run is removed. Raises UserError: target exists and is not an
-    empty directory, lies in `source`, or the place is not writable.
+    empty directory, lies in the `source` that is read, or the place is not writable.
     """
     target = Path(target)
     check_folder(target, source)
