@@ -151,7 +151,7 @@ def test_the_trainer_hands_over_whole_ids_and_the_text_without_the_end(tmp_path:
         ("raises", "raised KeyError: 'gold'"),
         ("nan", "returned nan"),
         ("infinite", "returned inf"),
-        ("nothing", "returned None"),
+        ("nothing", "returned nothing"),
     ],
 )
 def test_a_failing_reward_names_itself_and_the_group(module: str, function: str, expected: str) -> None:
@@ -164,7 +164,7 @@ def test_a_failing_reward_names_itself_and_the_group(module: str, function: str,
     ("name", "args", "expected"),
     [
         ("exact_match", {}, 'must be "module:function"'),
-        ("no_such_module_here:f", {}, "cannot import no_such_module_here: ModuleNotFoundError"),
+        ("no_such_module_here:f", {}, "cannot import no_such_module_here: it raised ModuleNotFoundError"),
         ("own_rewards_for_test:missing", {}, "has no function missing"),
         ("own_rewards_for_test:constant", {}, "has no function constant"),
         ("own_rewards_for_test:one_argument", {}, "data.reward_args"),
