@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -46,6 +44,7 @@ from megatron_lrl.rl.accumulate import (
 )
 from megatron_lrl.rl.finite import reduce_finite, require_finite
 from megatron_lrl.rl.inputs import check_inputs, fingerprints
+from megatron_lrl.rl.interrupt import interruptible
 from megatron_lrl.rl.lm import LmTrainer
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.output import check_output, claim_output
@@ -82,31 +81,6 @@ def load_prompts(config: Config, arch: Architecture, text: Text, path: str | Pat
             chat_template_args=config.data.chat_template_args,
         )
     )
-
-
-class _Interrupt:
-    """SIGINT and SIGTERM ask the run to stop after the current update, with a checkpoint."""
-
-    def __init__(self, speaks: bool) -> None:
-        self.asked, self._speaks = False, speaks
-
-    def __call__(self, number: int, _frame: Any) -> None:
-        if self._speaks and not self.asked:
-            # Not print: the signal may have come in the middle of one.
-            name = signal.Signals(number).name
-            os.write(2, f"\n{name}: stops after the current update, with a checkpoint\n".encode())
-        self.asked = True
-
-
-@contextmanager
-def _interruptible(speaks: bool) -> Iterator[_Interrupt]:
-    interrupt = _Interrupt(speaks)
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _material(config: Config) -> tuple[Corpus, Corpus | None] | tuple[list[Prompt], Reward, Text]:
@@ -159,7 +133,7 @@ def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> Non
         progress = runtime.together(read_progress, newest)
         runtime.together(_check_progress, progress, config, newest)
         changed = runtime.together(check_inputs, progress.get("inputs"), inputs, config, newest)
-    with open_run(config, runtime, optimizer=True) as run, _interruptible(runtime.is_main) as interrupt:
+    with open_run(config, runtime, optimizer=True) as run, interruptible(runtime.is_main) as interrupt:
         first = 0
         if newest is not None:
             progress = load_training(run, newest, checked=True)
