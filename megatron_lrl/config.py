@@ -29,7 +29,8 @@ from megatron_lrl.reading import (
     read_toml,
     shown,
 )
-from megatron_lrl.settings import Config, Table
+from megatron_lrl.settings import Config
+from megatron_lrl.table import Table
 
 __all__ = [
     "Config",
@@ -40,7 +41,15 @@ __all__ = [
 ]
 
 
-_PATHS = ("model.hf", "model.checkpoint", "train.output", "data.prompts", "lm.data", "lm.held_out")
+_PATHS = (
+    "model.hf",
+    "model.checkpoint",
+    "train.output",
+    "data.prompts",
+    "eval.prompts",
+    "lm.data",
+    "lm.held_out",
+)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -95,6 +104,16 @@ def check_train(config: Config) -> None:
         raise UserError(f"lm.held_out = {config.lm.held_out} is lm.data itself; give other documents")
     if not lm and config.data.prompts is None:
         raise UserError("train needs data.prompts: a JSONL file of prompts")
+    if config.eval.prompts is not None:
+        if lm:
+            raise UserError(
+                'eval.prompts is for train.objective = "grpo"; next-token training has lm.held_out'
+            )
+        assert config.data.prompts is not None
+        if Path(config.eval.prompts).resolve() == Path(config.data.prompts).resolve():
+            raise UserError(
+                f"eval.prompts = {config.eval.prompts} is data.prompts itself; give other prompts"
+            )
     if config.train.output is None:
         raise UserError('train needs train.output: a folder for the run, for example "runs/name"')
     if config.model.dtype == "float64":
@@ -130,6 +149,11 @@ _MAY_CHANGE = (
     "train.changed_inputs",
     "lm.held_out",
     "lm.eval_every",
+    "data.reward_workers",
+    "data.reward_timeout",
+    "data.reward_retries",
+    "data.reward_errors",
+    "eval.",
 )
 
 

@@ -36,6 +36,8 @@ def check_inputs(verb: str, config: Config, options: dict[str, Any], writes: boo
     source = options.get("prompts") or options.get("trajectories")
     if verb == "train" and config.train.objective == "grpo":
         source = config.data.prompts
+        if config.eval.prompts is not None:
+            require_file(config.eval.prompts)
     if source is not None:
         require_file(source)
     if writes and options.get("out") is not None:
@@ -52,6 +54,7 @@ def _reads(config: Config, options: dict[str, Any]) -> dict[str, str | Path | No
         "model.hf": config.model.hf,
         "model.checkpoint": config.model.checkpoint,
         "data.prompts": config.data.prompts,
+        "eval.prompts": config.eval.prompts,
         **lm,
         **{
             f"{name} of the Megatron dataset": None if path is None else f"{path}{end}"

@@ -7,25 +7,13 @@ refused, and so are combinations that cannot work: by the table that holds them,
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-
-class Table(BaseModel):
-    """Frozen, strictly typed (an integer may stand for a float), no unknown key, no inf, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-LARGEST, LARGEST_NUMBER = 2**31 - 1, 1e30  # of integers and numbers; float32 goes to 3e38
-LARGEST_BYTES = 2**60
-
-
-def _key(default: Any, description: str, **constraints: Any) -> Any:
-    if type(default) in (int, float):
-        constraints.setdefault("le", LARGEST if type(default) is int else LARGEST_NUMBER)
-    return Field(default=default, description=description, **constraints)
+from megatron_lrl.settings_data import DataTable, EvalTable
+from megatron_lrl.table import LARGEST_BYTES, Table
+from megatron_lrl.table import key as _key
 
 
 class ModelTable(Table):
@@ -334,28 +322,6 @@ class LmTable(Table):
     )
 
 
-class DataTable(Table):
-    """Prompts and their reward."""
-
-    prompts: str | None = _key(
-        None, 'JSONL file; a line has "prompt_ids", "prompt" or "messages"', min_length=1
-    )
-    reward: str = _key(
-        "megatron_lrl.rl.rewards:exact_match",
-        '"module:function", called as f(text, record) -> float',
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-    )
-    reward_args: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments for the reward function"
-    )
-    shuffle: bool = _key(True, "new order of the prompts in every epoch, from train.seed; false: file order")
-    system_prompt: str | None = _key(None, 'system message put before "messages" that have none')
-    chat_template_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="variables for the tokenizer's chat template, e.g. enable_thinking = false",
-    )
-
-
 class Config(Table):
     """All settings of a run."""
 
@@ -371,6 +337,7 @@ class Config(Table):
     train: TrainTable = Field(default_factory=TrainTable)
     lm: LmTable = Field(default_factory=LmTable)
     data: DataTable = Field(default_factory=DataTable)
+    eval: EvalTable = Field(default_factory=EvalTable)
 
     @model_validator(mode="after")
     def _across_tables(self) -> Config:

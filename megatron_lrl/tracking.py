@@ -36,6 +36,8 @@ _SUMMARY = (
     ("lm/loss", "loss", ".4f"),
     ("lm/held_out_loss_start", "held-out at first", ".4f"),
     ("lm/held_out_loss", "held-out", ".4f"),
+    ("eval/reward_start", "held-out at first", ".3f"),
+    ("eval/reward", "held-out", ".3f"),
     ("mismatch/kl", "kl", ".1e"),
     ("optimizer/grad_norm", "grad", ".2f"),
     ("optimizer/lr", "lr", ".1e"),

@@ -111,9 +111,18 @@ def test_every_documented_key_is_read(write) -> None:
             prompts = "p.jsonl"
             reward = "my.rewards:f"
             reward_args = { field = "gold" }
+            reward_workers = 8
+            reward_timeout = 2.5
+            reward_retries = 2
+            reward_errors = "zero"
             shuffle = false
             system_prompt = "Be brief."
             chat_template_args = { enable_thinking = false }
+            [eval]
+            prompts = "e.jsonl"
+            every = 3
+            samples = 16
+            temperature = 0.5
             """
         )
     )
@@ -196,10 +205,15 @@ def test_every_documented_key_is_read(write) -> None:
         "prompts": "p.jsonl",
         "reward": "my.rewards:f",
         "reward_args": {"field": "gold"},
+        "reward_workers": 8,
+        "reward_timeout": 2.5,
+        "reward_retries": 2,
+        "reward_errors": "zero",
         "shuffle": False,
         "system_prompt": "Be brief.",
         "chat_template_args": {"enable_thinking": False},
     }
+    assert config.eval.model_dump() == {"prompts": "e.jsonl", "every": 3, "samples": 16, "temperature": 0.5}
 
 
 def test_defaults_are_those_of_the_design(write) -> None:

@@ -22,6 +22,8 @@ LEAVES = {
     "errors",
     "reading",
     "settings",
+    "settings_data",
+    "table",
     "config",
     "outputs",
     "preflight",

@@ -36,7 +36,8 @@ from megatron_lrl.rl.accumulate import (
 )
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.rl.omitted import exact_gradient, measures_omitted, omitted_metrics
-from megatron_lrl.rl.rewards import Reward
+from megatron_lrl.rl.reward_workers import RewardWorkers, part_metrics
+from megatron_lrl.rl.rewards import SOLVED, Reward
 from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.rollout.builtin import Rollout, Sampler
 from megatron_lrl.rollout.data import prompts_at
@@ -236,9 +237,10 @@ class Trainer:
         def reward_local() -> list[tuple[int, Group, float]]:
             if not runtime.is_replica_leader:
                 return []
+            groups = self.rewarded([(prompts[place], rollout) for place, rollout in rollouts.items()])
             return [
-                (place, self.rewarded(prompts[place], rollout), rollout.entropy)
-                for place, rollout in rollouts.items()
+                (place, group, rollout.entropy)
+                for (place, rollout), group in zip(rollouts.items(), groups, strict=True)
             ]
 
         mine = runtime.together(reward_local)
@@ -252,21 +254,12 @@ class Trainer:
         self._recorded = (number, recorded)
         return recorded
 
-    def rewarded(self, prompt: Prompt, rollout: Rollout) -> Group:
-        """The sampled responses as a group, with their rewards if there is a reward function.
-
-        The function reads the text without the token that ended the response; ids and raw text are whole.
-        """
+    def rewarded(self, sampled: Sequence[tuple[Prompt, Rollout]]) -> list[Group]:
+        """The sampled responses as groups, with their rewards if there is a reward function."""
         if self.reward is None:
-            return Group(prompt.id, prompt.prompt_ids, rollout.responses)
-        responses = []
-        for response in rollout.responses:
-            ids = response.ids
-            spoken = ids[:-1] if ids[-1] in self.text.stop_ids else ids
-            raw_text = self.text.decode(ids, special=True)
-            reward = self.reward(self.text.decode(spoken), prompt, ids, raw_text)
-            responses.append(replace(response, reward=reward))
-        return Group(prompt.id, prompt.prompt_ids, tuple(responses))
+            return [Group(prompt.id, prompt.prompt_ids, rollout.responses) for prompt, rollout in sampled]
+        workers = RewardWorkers(self.reward, self.run.config.data)
+        return workers.reward([(prompt, rollout.responses) for prompt, rollout in sampled], self.text)
 
     def _samples(self, groups: Sequence[Group]) -> list[str]:
         """train.log_samples responses with the end of their prompt: every group's best, then the second
@@ -315,7 +308,8 @@ def _metrics(
     values: dict[str, Any] = {
         "reward/mean": sum(rewards) / len(rewards),
         "reward/max": max(rewards),
-        "reward/solved": sum(reward >= 1.0 for reward in rewards) / len(rewards),
+        "reward/solved": sum(reward >= SOLVED for reward in rewards) / len(rewards),
+        **part_metrics(responses, "reward"),
         "advantage/mean": float(advantages.mean()),
         "advantage/std": float(advantages.std(correction=0)),
         "advantage/max": float(advantages.abs().max()),

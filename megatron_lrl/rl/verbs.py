@@ -42,6 +42,7 @@ from megatron_lrl.rl.accumulate import (
     routing_mismatch,
     score_group,
 )
+from megatron_lrl.rl.evaluate import Evaluation
 from megatron_lrl.rl.finite import reduce_finite, require_finite
 from megatron_lrl.rl.inputs import check_inputs, fingerprints
 from megatron_lrl.rl.interrupt import interruptible
@@ -83,8 +84,10 @@ def load_prompts(config: Config, arch: Architecture, text: Text, path: str | Pat
     )
 
 
-def _material(config: Config) -> tuple[Corpus, Corpus | None] | tuple[list[Prompt], Reward, Text]:
-    """What a run trains on, read and checked against the model; next-token training has held-out documents too."""
+def _material(
+    config: Config,
+) -> tuple[Corpus, Corpus | None] | tuple[list[Prompt], list[Prompt], Reward, Text]:
+    """What a run trains on and what it holds out, read and checked against the model."""
     check_train(config)
     arch = read_model_architecture(config)
     carried_files(hf_folder(config))  # what its checkpoints will carry, seen before the first update
@@ -97,10 +100,13 @@ def _material(config: Config) -> tuple[Corpus, Corpus | None] | tuple[list[Promp
         return read(config.train.seed, config.data.shuffle), held_out
     assert config.data.prompts is not None
     prompts = load_prompts(config, arch, text, config.data.prompts)
+    held_out_prompts = []
+    if config.eval.prompts is not None:
+        held_out_prompts = load_prompts(config, arch, text, config.eval.prompts)
     reward = load_reward(config.data.reward, config.data.reward_args)
-    if unrewarded := _unrewarded(reward, prompts):
+    if unrewarded := _unrewarded(reward, [*prompts, *held_out_prompts]):
         raise next(iter(unrewarded.values()))
-    return prompts, reward, text
+    return prompts, held_out_prompts, reward, text
 
 
 def train(config: Config, runtime: Runtime) -> None:
@@ -143,12 +149,14 @@ def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> Non
         retry = Retry(run, config.train.window_attempts)
         trainer: Trainer | LmTrainer
         prompts: list[Prompt] = []
+        evaluation: Evaluation | None = None
         if len(material) == 2:
             corpus, held_out = material
             trainer = LmTrainer(run, corpus, retry, held_out)
         else:
-            prompts, reward, text = material
+            prompts, held_out_prompts, reward, text = material
             trainer = Trainer(run, prompts, reward, text, journal, retry)
+            evaluation = Evaluation(run, held_out_prompts, reward, text)
         show = runtime.together(
             Tracker, output, runtime.is_main, first_update=first, updates=config.train.updates
         )
@@ -167,8 +175,11 @@ def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> Non
                 except Exception as error:  # advice: a module that has no meta form must not end the run
                     tracker.note(f"bytes were not planned: {type(error).__name__}: {error}")
             saved = first if newest is not None else None
+            start = evaluation.before(first) if evaluation is not None else {}
             for number in range(first, config.train.updates):
                 metrics, samples = trainer.update(number)
+                if evaluation is not None:
+                    metrics |= (start if number == first else {}) | evaluation.after(number + 1)
                 if planned is not None:
                     metrics |= {f"bytes_planned/{name}": float(n) for name, n in planned.lifetimes().items()}
                     if number == first:
@@ -241,8 +252,11 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
                 sampled.append((place, rollout))
 
         def rewarded() -> list[tuple[int, Group]]:
-            leads = runtime.is_replica_leader
-            return [(place, trainer.rewarded(prompts[place], rollout)) for place, rollout in sampled if leads]
+            if not runtime.is_replica_leader:
+                return []
+            places = [place for place, _ in sampled]
+            groups = trainer.rewarded([(prompts[place], rollout) for place, rollout in sampled])
+            return list(zip(places, groups, strict=True))
 
         groups = _gather(runtime.together(rewarded), runtime)
     for group in groups:  # the same on every rank

@@ -18,6 +18,7 @@ from megatron_lrl.passes.schedule import from_last_stage, run_schedule, sum_over
 from megatron_lrl.rollout.recorded_routing import Routing
 from megatron_lrl.rollout.sampling import SampleHead, uniform
 from megatron_lrl.rollout.types import Response
+from megatron_lrl.settings import RolloutTable
 
 _COMPACT_BELOW = 0.75
 """Finished branches leave the state once fewer than this share of its branches is still decoding."""
@@ -34,9 +35,11 @@ class Rollout:
 class Sampler:
     """Samples groups from a prefix; every rank of the replica returns the same responses."""
 
-    def __init__(self, run: Any, stop_ids: Collection[int]) -> None:
-        """``run``: the lifetimes' Run. ``stop_ids``: a sampled token that ends its response (and is part of it)."""
+    def __init__(self, run: Any, stop_ids: Collection[int], settings: RolloutTable | None = None) -> None:
+        """``run``: the lifetimes' Run. ``stop_ids``: a sampled token that ends its response (and is part of it).
+        ``settings``: default the run's."""
         self.run, self.stop_ids = run, frozenset(stop_ids)
+        self.settings = settings or run.config.rollout
 
     def sample(self, group: PromptGroup, responses: int, max_new_tokens: int, update: int) -> Rollout:
         """Sample ``responses`` continuations of the group's prompt.
@@ -46,7 +49,7 @@ class Sampler:
         """
         if group.conventional:
             raise ValueError("sampling forks a resident prefix; open the group under another contract")
-        settings = self.run.config.rollout
+        settings = self.settings
         ids: list[list[int]] = [[] for _ in range(responses)]
         logprobs: list[list[float]] = [[] for _ in range(responses)]
         entropy, active = 0.0, list(range(responses))  # active: state branch -> response
@@ -105,7 +108,7 @@ class Sampler:
         routing: Recorder | None,
     ) -> Tensor:
         """[3, branches] token, log-probability, entropy of each branch's next token, on every rank, on the CPU."""
-        settings, runtime = self.run.config.rollout, self.run.runtime
+        settings, runtime = self.settings, self.run.runtime
         values = torch.zeros(3, len(feed), dtype=torch.float64, device=runtime.device)
         head = SampleHead(uniforms, settings.temperature, settings.top_p)
 

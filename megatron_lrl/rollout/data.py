@@ -95,15 +95,16 @@ def read_trajectories(path: str | Path, limits: Limits) -> Iterator[Group]:
     """Stream groups, one a line:
 
         {"id": "g0", "prompt_ids": [...],
-         "responses": [{"ids": [...], "reward": 1.0, "logprobs": [...], "advantage": 0.5, "mask": [...],
-                        "routing": {...}}]}
+         "responses": [{"ids": [...], "reward": 1.0, "reward_parts": {"name": 0.5}, "logprobs": [...],
+                        "advantage": 0.5, "mask": [...], "routing": {...}}]}
 
-    reward, logprobs, advantage (a number, or one per token), mask (1: the policy chose the token; 0: it is only fed)
-    and routing (see `recorded_routing`) are optional; other keys are ignored, unless they look like a misspelling of
-    these. What logprobs and advantage hold where the mask is 0 is ignored, null is fine. Raises UserError (file:line)
-    for malformed JSON, a missing or wrong field, an empty prompt or response, an id outside the vocabulary, numbers
-    that are not finite, values that are not one per token, a response that scores nothing, a duplicate group id,
-    prompt + response longer than limits.max_positions, and a file without groups.
+    reward, reward_parts, logprobs, advantage (a number, or one per token), mask (1: the policy chose the token; 0: it
+    is only fed) and routing (see `recorded_routing`) are optional; other keys are ignored, unless they look like a
+    misspelling of these. What logprobs and advantage hold where the mask is 0 is ignored, null is fine.
+
+    Raises UserError (file:line) for malformed JSON, a missing or wrong field, an empty prompt or response, an id
+    outside the vocabulary, numbers that are not finite, values that are not one per token, a response that scores
+    nothing, a duplicate group id, prompt + response longer than limits.max_positions, and a file without groups.
     """
     seen: dict[str, int] = {}
     for line, record in json_lines(path):
@@ -132,6 +133,8 @@ def group_record(group: Group) -> dict[str, Any]:
         item: dict[str, Any] = {"ids": list(response.ids)}
         if response.reward is not None:
             item["reward"] = response.reward
+        if response.reward_parts:
+            item["reward_parts"] = dict(response.reward_parts)
         if response.logprobs is not None:
             item["logprobs"] = list(response.logprobs)
         if response.advantage is not None:
@@ -233,7 +236,9 @@ def _ids(value: Any, where: str, field: str, limits: Limits) -> tuple[int, ...]:
 def _response(item: Any, where: str, limits: Limits) -> Response:
     if not isinstance(item, dict):
         raise UserError(f"{where} must be an object, found {_short(item)}")
-    _refuse_misspellings(item, ("ids", "reward", "logprobs", "advantage", "mask", "routing"), where)
+    _refuse_misspellings(
+        item, ("ids", "reward", "reward_parts", "logprobs", "advantage", "mask", "routing"), where
+    )
     ids = _ids(item.get("ids"), where, "ids", limits)
     mask = _mask(item.get("mask"), len(ids), where)
     logprobs = item.get("logprobs")
@@ -253,7 +258,11 @@ def _response(item: Any, where: str, limits: Limits) -> Response:
     routing = None
     if item.get("routing") is not None:
         routing = routing_of(item["routing"], len(ids), where, limits.routing)
-    return Response(ids, reward, logprobs, advantage, routing, mask)
+    parts = item.get("reward_parts") or {}
+    if not isinstance(parts, dict):
+        raise UserError(f'{where}: "reward_parts" must be an object of numbers, found {_short(parts)}')
+    parts = {name: _number(value, where, f'"reward_parts"[{_short(name)}]') for name, value in parts.items()}
+    return Response(ids, reward, logprobs, advantage, routing, mask, parts)
 
 
 def _mask(value: Any, tokens: int, where: str) -> tuple[int, ...] | None:

@@ -153,6 +153,7 @@ def _response(item: dict[str, Any]) -> Response:
         None if logprobs is None else tuple(logprobs),
         item.get("advantage"),
         None if item.get("routing") is None else Routing.from_json(item["routing"]),
+        reward_parts=item.get("reward_parts", {}),
     )
 
 

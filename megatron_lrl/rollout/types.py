@@ -19,6 +19,7 @@ class Response:
 
     ids: the tokens after the prompt, at least one; an end-of-sequence token that was sampled is part of them.
     reward: the verifiable reward, or None while it is not known.
+    reward_parts: further numbers of the reward function, by name; "failed" if it failed and its reward counts as 0.
     logprobs: natural log-probabilities of `ids` under the distribution they were sampled from, one per token.
     advantage: set when it was recorded, one for all tokens or one each; otherwise it is computed from the group's
         rewards.
@@ -33,6 +34,7 @@ class Response:
     advantage: float | tuple[float, ...] | None = None
     routing: Routing | None = None
     mask: tuple[int, ...] | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def scored(self) -> int:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.rl.rewards import load_reward
-from megatron_lrl.rl.trainer import Trainer
+from megatron_lrl.rl.reward_workers import RewardWorkers
+from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rollout.text import Text
 from megatron_lrl.rollout.types import Prompt, Response
+from megatron_lrl.settings_data import DataTable
 
 BUILT_IN = "megatron_lrl.rl.rewards:"
 
@@ -131,18 +131,18 @@ def test_a_reward_gets_what_its_signature_asks_for(
     assert {k: v for k, v in seen.items() if k not in ("text", "record")} == expected
 
 
-def test_the_trainer_hands_over_whole_ids_and_the_text_without_the_end(tmp_path: Path) -> None:
+def test_a_reward_reads_whole_ids_and_the_text_without_the_end(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
     seen: list[Any] = []
 
-    def reward(*given: Any) -> float:
-        seen.append(given)
+    def reward(text: str, record: Any, *, ids: Any, raw_text: str) -> float:
+        seen.append((text, record, ids, raw_text))
         return 1.0
 
-    trainer = SimpleNamespace(reward=reward, text=Text(tmp_path))
-    prompt, rollout = Prompt("g3", (1,), {}), SimpleNamespace(responses=(Response((5, 2)), Response((5, 6))))
-    Trainer.rewarded(trainer, prompt, rollout)  # type: ignore[arg-type]
-    assert seen == [("5", prompt, (5, 2), "5 2"), ("5 6", prompt, (5, 6), "5 6")]
+    workers = RewardWorkers(Reward("own:reward", reward, {}), DataTable())
+    record = {"answer": "x"}
+    workers.reward([(Prompt("g3", (1,), record), (Response((5, 2)), Response((5, 6))))], Text(tmp_path))
+    assert seen == [("5", record, [5, 2], "5 2"), ("5 6", record, [5, 6], "5 6")]
 
 
 @pytest.mark.parametrize(
