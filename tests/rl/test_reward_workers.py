@@ -232,7 +232,7 @@ def test_parts_are_kept_logged_and_written(tmp_path: Path) -> None:
     ("returned", "named"),
     [
         ({"format": 1.0}, 'there must be "reward"'),
-        ({"reward": None}, "returned None; a reward must be a finite number"),
+        ({"reward": None}, "returned nothing; a reward must be a finite number"),
         ({"reward": 1, "format": float("nan")}, "returned format = nan"),
         ({"reward": 1, "failed": 1}, "a number named 'failed'"),
         ({"reward": 1, "a/b": 1}, "a number named 'a/b'"),
