@@ -68,6 +68,17 @@ def sample_and_score(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], 
     return groups, rows
 
 
+def replayed(run: Run, groups: Sequence[Group]) -> torch.Tensor:
+    """Log-probabilities [N] of all response tokens under the weights as they are; the same on every rank."""
+    found: list[torch.Tensor] = []
+    with UpdateWindow(run) as window, in_lockstep(run):
+        for group in groups:
+            with window.prompt_group(group.id, group.prompt_ids, "response_only", quiet=False) as prefix:
+                scores = score_group(prefix, branches_of(group), run.config.replay.concurrent)
+            found += [scores[branch.key].double().cpu() for branch in branches_of(group)]
+    return torch.cat(found)
+
+
 def _lengths(run: Run, prompt: int) -> list[int]:
     """Response lengths to cut to, in turn."""
     longest = run.config.rollout.max_new_tokens

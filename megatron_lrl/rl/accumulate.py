@@ -161,8 +161,8 @@ def accumulate(
         window.fix(plan.local_keys, plan.nbytes)
     merged: dict[str, Tensor] = _no_tokens(run.wide, config.loss, run.runtime.device)
     bar = tqdm(
-        total=len(plan.local_keys), desc="replay", unit="resp", leave=False, delay=2,
-        disable=quiet or not run.runtime.is_main,
+        total=len(plan.local_keys), desc=f"replay, {contract or config.prefix.contract}", unit="resp",
+        leave=False, delay=2, disable=quiet or not run.runtime.is_main,
     )  # fmt: skip
     watch = watch or Stopwatch()
     _share_reference(window, reference)
