@@ -171,7 +171,6 @@ def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> Non
             if runtime.is_main and prompts:
                 try:
                     planned = plan_of_run(run, max(len(prompt.prompt_ids) for prompt in prompts))
-                    tracker.note(against_measured(planned, run.ledger))
                 except Exception as error:  # advice: a module that has no meta form must not end the run
                     tracker.note(f"bytes were not planned: {type(error).__name__}: {error}")
             saved = first if newest is not None else None
@@ -306,20 +305,21 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
         reference = run.core(run.model) if config.loss.kl_coef > 0 else None
         sums = accumulate(window, plan, reference=reference, quiet=False)
         reduce_finite(window)
-        metadata = {
-            "format": "pt",
-            **GRADIENT,
-            "contract": config.prefix.contract,
-            "truncate_tokens": str(config.prefix.truncate_tokens),
-            "loss": repr(float(sums["loss_sum"])),
-            "tokens": str(plan.totals.tokens),
-            "responses": str(plan.totals.responses),
-            **{name: repr(value) for name, value in routing_mismatch(sums).items()},
+        told: dict[str, Any] = {"contract": config.prefix.contract}
+        if config.prefix.contract == "truncated":  # no other contract reads it
+            told["truncate_tokens"] = config.prefix.truncate_tokens
+        told |= {
+            "loss": float(sums["loss_sum"]),
+            "tokens": plan.totals.tokens,
+            "responses": plan.totals.responses,
+            **routing_mismatch(sums),
         }
+        # safetensors holds strings alone
+        metadata = {"format": "pt", **GRADIENT, **{name: str(value) for name, value in told.items()}}
         dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
         write_hf_file(run.model, run.arch, out, runtime, dtype=dtype, metadata=metadata)
         if runtime.is_main:
-            print(json.dumps({**metadata, "out": str(out)}), flush=True)
+            print(json.dumps({**told, "out": str(out)}), flush=True)
 
 
 def _recorded(config: Config, trajectories: str) -> list[Group]:
