@@ -49,8 +49,9 @@ _TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             "Convert a Hugging Face directory (config.json, safetensors, tokenizer) to a Megatron distributed "
             "checkpoint, which `train` and the other verbs read as model.checkpoint.",
             "With --lastkv-chunk a model of full attention becomes a LastKV one: config.json gets the key "
-            "lastkv, each attention layer a gate per KV head (a hybrid's recurrent layers stay). It is not "
-            "the original function any more.",
+            "lastkv, each attention layer a gate per KV head (a hybrid's recurrent layers stay), and the keys and "
+            "values of the last one, which all read as history, become zero. It is not the original function any "
+            "more: uptrain it first.",
             _TARGET,
         ),
         "import HF_DIR CKPT_DIR [--tp N] [--pp N]\n"

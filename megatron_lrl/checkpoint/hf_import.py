@@ -12,6 +12,8 @@ from megatron_lrl.checkpoint.binding import Binding, bind, unwrap
 from megatron_lrl.checkpoint.lastkv import (
     DEFAULT_GATE_INIT,
     converted,
+    describe_start,
+    empty_history,
     gate_logit,
     has_gates,
     initialise_gates,
@@ -61,6 +63,7 @@ def load_hf_weights(
         runtime.together(_fill, model, arch, sources, runtime, skip_gates=gate_init is not None)
         if gate_init is not None:
             runtime.together(initialise_gates, model, gate_init, sources.dtype())
+            _start_history(model, arch, runtime, sources.packed)
         unwrap(model).packed_experts = sources.packed
 
 
@@ -86,6 +89,7 @@ def load_checkpoint_weights(
         runtime.together(check_same_model, arch.with_lastkv(None), manifest, ckpt_dir)
         load_weights(model, ckpt_dir, runtime, skip=is_gate)
         runtime.together(initialise_gates, model, gate_init, manifest.dtype)
+        _start_history(model, arch, runtime, packed=False)
     unwrap(model).packed_experts = holds_packed_experts((t.name for t in manifest.layout.tensors), arch)
     return manifest
 
@@ -199,14 +203,27 @@ def _stream(
         gate = None
         if new_gates is not None and stored.lastkv is None:
             gate = runtime.together(gate_logit, new_gates, sources.dtype())
+            if runtime.is_main:
+                print(describe_start(arch), flush=True)
 
         def values(parameter: torch.Tensor) -> torch.Tensor:
             entry = entries[id(parameter)]
             if gate is not None and is_gate(entry.name):
                 return torch.full(parameter.shape, gate, dtype=parameter.dtype)
-            return sources.shard(entry, runtime.tp_rank, runtime.layout.tp)
+            shard = sources.shard(entry, runtime.tp_rank, runtime.layout.tp)
+            if gate is not None:
+                empty_history(entry, shard, arch, runtime.tp_rank, runtime.layout.tp)
+            return shard
 
         runtime.together(save_streamed, model, partial, runtime, values)
+
+
+def _start_history(model: torch.nn.Module, arch: Architecture, runtime: Runtime, packed: bool) -> None:
+    """The history of a model that became LastKV while it was loaded starts empty."""
+    for entry, parameter in bind(model, arch, ep_place(runtime), packed).pairs:
+        empty_history(entry, parameter.data, arch, runtime.tp_rank, runtime.layout.tp)
+    if runtime.is_main:
+        print(describe_start(arch), flush=True)
 
 
 def _by_parameter(binding: Binding) -> dict[int, Entry]:

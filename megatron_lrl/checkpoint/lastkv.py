@@ -2,12 +2,13 @@
 
 The same on the way into a checkpoint (`import --lastkv-chunk`) and when a run loads a dense model with
 model.attention = "lastkv". Gates are parameters: logits of alpha, one per layer and KV head. Their initial value is
-rounded to the source's dtype either way, so both ways give the same model.
+rounded to the source's dtype either way, and the history starts empty, so both ways give the same model.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,11 +16,12 @@ import torch
 
 from megatron_lrl.checkpoint.manifest import Manifest
 from megatron_lrl.checkpoint.safetensors_io import DTYPE_NAMES, FileLayout, TensorRecord
-from megatron_lrl.checkpoint.table import conversion_table, is_gate
+from megatron_lrl.checkpoint.table import Entry, conversion_table, is_gate
 from megatron_lrl.errors import UserError
-from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.models.hf_config import ATTENTION, Architecture
 from megatron_lrl.runtime import DTYPES as RUN_DTYPES
 
+_HISTORY = re.compile(r"\.self_attn\.[kv]_proj\.(weight|bias)$")
 DEFAULT_GATE_INIT = 0.1  # alpha of new gates
 
 
@@ -56,6 +58,36 @@ def gate_logit(gate_init: float, dtype: str) -> float:
     if not 0 < gate_init < 1:
         raise UserError(f"gate_init = {gate_init:g}: alpha at initialisation must be > 0 and < 1")
     return torch.logit(torch.tensor(gate_init, dtype=torch.float64)).to(RUN_DTYPES[dtype]).item()
+
+
+def describe_start(arch: Architecture) -> str:
+    """What a model just converted is, for people."""
+    return (
+        f"LastKV: the keys and values of layer {_history_layer(arch)}, which all layers read as their history, start "
+        'at zero. The model is no longer the original: uptrain it on text first (train.objective = "lm"). Expect: '
+        "examples/lastkv went from 1.91 nats a token to 4.17 by the conversion, and to 1.67 with 66,000 tokens of its "
+        "own kind; recall from the history takes more than that"
+    )
+
+
+@torch.no_grad()
+def empty_history(entry: Entry, shard: torch.Tensor, arch: Architecture, rank: int, size: int) -> None:
+    """Zero the rows of a tp rank's parameter that make the history: keys and values of the last attention layer.
+
+    They mean nothing to the other layers of a model of full attention. At zero, the history takes a part of the
+    attention and adds nothing, until it learns to (examples/lastkv has the measurements).
+    """
+    if entry.layer != _history_layer(arch):
+        return
+    offset = 0
+    for piece in entry.op.pieces(rank, size):
+        if piece.source is not None and _HISTORY.search(entry.hf_names[piece.source]):
+            shard.narrow(entry.op.axis, offset, piece.length).zero_()
+        offset += piece.length
+
+
+def _history_layer(arch: Architecture) -> int:
+    return max(layer for layer, mixer in enumerate(arch.mixers) if mixer == ATTENTION)
 
 
 def _output_projection(gate: str) -> str:

@@ -1,4 +1,5 @@
-"""Claim: `import --lastkv-chunk` adds gates and the key in config.json to a model and changes nothing else; what
+"""Claim: `import --lastkv-chunk` adds gates and the key in config.json to a model, empties the history (keys and
+values of the last layer) and changes nothing else; what
 `export` writes then is a Hugging Face directory that imports again without options, bit for bit, in any layout; a run
 that converts while it loads has the same model; a contradiction is an error that names key and file.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -128,8 +130,11 @@ def test_conversion_adds_gates_and_the_key_and_nothing_else(
     before, after = _stored(source), _stored(target)
     gates = {f"model.layers.{layer}.self_attn.lastkv_gate" for layer in range(LAYERS)}
     assert after.keys() - before.keys() == gates and before.keys() <= after.keys()
+    history = re.compile(rf"layers\.{LAYERS - 1}\.self_attn\.[kv]_proj\.")
+    assert sum(bool(history.search(key)) for key in before) == (4 if name.startswith("qwen2") else 2)
     for key, (file, tensor) in before.items():
-        assert after[key][0] == file and _same_bits(after[key][1], tensor), key
+        expected = torch.zeros_like(tensor) if history.search(key) else tensor
+        assert after[key][0] == file and _same_bits(after[key][1], expected), key
     alpha = options.get("gate_init", 0.1)
     logit = torch.tensor([math.log(alpha / (1 - alpha))] * KV_HEADS, dtype=torch.float64).to(dtype)
     assert all(_same_bits(after[key][1], logit) for key in gates)
