@@ -1,7 +1,6 @@
-"""Make the inputs of the uptraining: documents with facts to recall, and the model that it starts from.
+"""Make the inputs of the uptraining: documents with facts to recall.
 
     pydoc_data.topics ── lines ── plant facts, state most again, ask for the rest ──> uptrain.jsonl, heldout.jsonl
-    quickstart's hf/ ─── keys and values of the last layer := 0 ────────────────────> hf/
 
 A document is exactly one packed sequence of four chunks: facts stand in its first half and are recalled in its second,
 so that most of what is recalled lies in the history. A quarter of the documents are the manual alone. Names are none of
@@ -17,7 +16,6 @@ import json
 import os
 import random
 import runpy
-import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -43,36 +41,14 @@ NAMES = WORDS.split()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the documents and the start of the uptraining.")
-    parser.add_argument("--quickstart", type=Path, default=Path(".cache/quickstart"), help="its hf/ is read")
+    parser = argparse.ArgumentParser(description="Make the documents of the uptraining.")
+    parser.add_argument(
+        "--quickstart", type=Path, default=Path(".cache/quickstart"), help="the tokenizer of its hf/ is read"
+    )
     parser.add_argument("--out", type=Path, default=Path(".cache/lastkv"), help="where everything goes")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    write_start(args.quickstart / "hf", args.out / "hf")
     write_documents(args.quickstart / "hf", args.out)
-
-
-def write_start(source: Path, target: Path) -> None:
-    """Copy a Hugging Face directory; the last layer's keys and values become zero.
-
-    Under LastKV they are the history of every layer, and what the last layer of a dense model holds there means nothing
-    to the others. At zero, the history takes a part of the attention and adds nothing, until it learns to.
-    """
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
-    last = json.loads((source / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"] - 1
-    with safe_open(source / "model.safetensors", "pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in list(file.keys())}, file.metadata()
-    for kind in ("k_proj", "v_proj"):
-        tensors[f"model.layers.{last}.self_attn.{kind}.weight"].zero_()
-    save_file(tensors, partial / "model.safetensors", metadata=metadata)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
-    print(f"{target}: {source} with keys and values of layer {last} at zero")
 
 
 def write_documents(hf: Path, out: Path) -> None:

@@ -29,7 +29,7 @@ def main() -> None:
         "--grpo", type=Path, default=Path("runs/lastkv-grpo"), help="train.output of the GRPO run"
     )
     parser.add_argument(
-        "--hf", type=Path, default=Path(".cache/lastkv/hf"), help="directory of the tokenizer"
+        "--hf", type=Path, default=Path(".cache/quickstart/hf"), help="directory of the tokenizer"
     )
     parser.add_argument("--prompts", type=Path, default=Path(".cache/quickstart/prompts.jsonl"))
     parser.add_argument("--chunk", type=int, default=512, help="C")
