@@ -74,7 +74,7 @@ def replayed(run: Run, groups: Sequence[Group]) -> torch.Tensor:
     with UpdateWindow(run) as window, in_lockstep(run):
         for group in groups:
             with window.prompt_group(group.id, group.prompt_ids, "response_only", quiet=False) as prefix:
-                scores = score_group(prefix, branches_of(group), run.config.replay.concurrent)
+                scores = score_group(prefix, branches_of(group))
             found += [scores[branch.key].double().cpu() for branch in branches_of(group)]
     return torch.cat(found)
 
