@@ -66,7 +66,8 @@ def floor(model: Any, prompt: torch.Tensor, responses: torch.Tensor, contract: s
 def ours(run: Any, prompt: list[int], responses: list[list[int]], contract: str) -> Clock:
     """One update of the run: capture, all responses in one replay, sweep, reduce, step."""
     from megatron_lrl.lifetimes.contributions import BranchKey
-    from megatron_lrl.lifetimes.replay import Branch
+    from megatron_lrl.lifetimes.window import UpdateWindow
+    from megatron_lrl.lifetimes.work import Branch, work_of
 
     clock = Clock()
     branches = [Branch(BranchKey("g", i), tuple(ids)) for i, ids in enumerate(responses)]
@@ -74,20 +75,20 @@ def ours(run: Any, prompt: list[int], responses: list[list[int]], contract: str)
     def loss(logprob_S: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict]:
         return logprob_S.mean(), {}
 
-    with run.update_window() as window:
+    with UpdateWindow(run) as window:
         window.fix(branch.key for branch in branches)
         with closing(window.prompt_group("g", prompt, contract=contract)) as group:
             with clock.phase("capture"):
                 group.capture()
-            sweep: Callable[[], None] = group.sweep
+            sweep: Callable[[], Any] = group.sweep
 
-            def timed() -> None:
+            def timed() -> Any:
                 with clock.phase("sweep"):
-                    sweep()
+                    return sweep()
 
-            group.sweep = timed
+            group.sweep = timed  # type: ignore[method-assign]
             with clock.phase("replay"):
-                window.replay(group, [branches], [loss])
+                window.replay(group, work_of([branches], [loss]))
         clock.seconds["replay"] -= clock.seconds["sweep"]
         with clock.phase("reduce"):
             window.reduce()
@@ -111,7 +112,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as name, runtime_scope(Layout()) as runtime:
-        from megatron_lrl.lifetimes.run import open_run
+        from megatron_lrl.lifetimes.open import open_run
 
         vocab = link_model(Path(name) / "hf", options.hf, options.prompt + options.response)
         prompt, responses = trajectories(vocab, options.prompt, options.response, options.group)

@@ -210,20 +210,27 @@ def write_hf_file(
     get: Get = parameter_gradient,
     dtype: torch.dtype = torch.float32,
     metadata: Mapping[str, str] | None = None,
-) -> None:
+) -> int:
     """Write one safetensors file with Hugging Face names and shapes, gradients by default; collective.
 
-    The file is replaced as a whole on rank 0. Raises UserError when it cannot be written.
+    The file is replaced as a whole on rank 0. Returns the bytes of the largest tensor on its way there (0 on other
+    ranks). Raises UserError when it cannot be written.
     """
     packed = bool(getattr(unwrap(model), "packed_experts", False))
     tensors = gather_hf_parts(model, arch, runtime, get, packed, buffers=False)
     trained = (entry for entry in conversion_table(arch, packed) if not entry.buffer)
     shapes = {name: (dtype, shape) for name, shape in stored_shapes(trained).items()}
+    largest = 0
+
+    def seen(part: Part) -> Part:
+        nonlocal largest
+        largest = max(largest, part.tensor.numel() * dtype.itemsize)
+        return part
 
     def write() -> None:
         try:
             if runtime.is_main:
-                write_file(path, shapes, tensors, metadata)
+                write_file(path, shapes, map(seen, tensors), metadata)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
         finally:
@@ -231,6 +238,13 @@ def write_hf_file(
                 pass
 
     runtime.together(write)
+    return largest
+
+
+def gradient_file_bytes(arch: Architecture, dtype: torch.dtype) -> int:
+    """What `write_hf_file` holds on rank 0 while it writes gradients: the largest tensor."""
+    trained = (entry for entry in conversion_table(arch) if not entry.buffer)
+    return max(shape.numel() * dtype.itemsize for entry in trained for shape in entry.hf_shapes)
 
 
 def _with_tied_head(tensors: Iterator[Part], embedding: str) -> Iterator[Part]:

@@ -9,8 +9,10 @@ save and cut again on load, so dp and cp may change too, between sharded and uns
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ import torch.distributed as dist
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.checkpoint.binding import unwrap
+from megatron_lrl.checkpoint.streaming import Live
 from megatron_lrl.checkpoint.weights import require_finite, weights_state_dict
+from megatron_lrl.models.meta import META
 from megatron_lrl.runtime import Runtime
 
 platform_cpu.install()
@@ -78,23 +82,92 @@ def optimizer_step(optimizer: Any, runtime: Runtime) -> int:
     return found.pop() if found else 0
 
 
-def optimizer_state_dict(model: Any, optimizer: Any, runtime: Runtime) -> dict[str, Any]:
-    """Sharded state dict of the optimizer for a save, in host memory; collective.
+class Whole(Live):
+    """Values of a state dict whose optimizer state may lie in pieces on the ranks that replicate its parameter.
 
-    The ranks that replicate a parameter (dp and cp; of experts, those with the same experts) share the work:
-    parameter i is put together on, and written by, replica i modulo their number.
+    `state_dict` holds places without storage for those. A parameter's state of a kind is put together when its turn
+    comes: parameter i on, and written by, replica i modulo their number. All replicas take the turns in one order, as
+    many at a time as there are replicas, so that each holds one while all write.
     """
-    shards = dict(_named_shards(optimizer))
-    sharded = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
-    found: dict[str, Any] = {}
-    for index, (name, parameter, entry) in enumerate(_trained(model)):
-        owner = index % _replicas(parameter, runtime).size()
-        is_written = not any(entry.replica_id[:-1])  # norms exist on each tp rank, a tied head on two stages
-        for kind in _kinds(parameter):
-            whole = _whole(shards.get(parameter), kind, parameter, owner, runtime, sharded)
-            if whole is not None and is_written:
-                found[f"{kind}.{name}"] = _renamed(entry, kind, whole, replica_id=(*entry.replica_id[:-1], 0))
-    return found
+
+    def __init__(self, model: Any, optimizer: Any, runtime: Runtime) -> None:
+        super().__init__()
+        self._turns: list[tuple[int | None, Callable[[], torch.Tensor | None]]] = []
+        self._at_once = runtime.groups.dp_cp.size()
+        self._held: dict[int, torch.Tensor] = {}  # by the place's storage
+        self.state_dict = self._of(model, optimizer, runtime)
+
+    def _of(self, model: Any, optimizer: Any, runtime: Runtime) -> dict[str, Any]:
+        """The sharded state dict of the optimizer."""
+        shards = dict(_named_shards(optimizer))
+        sharded = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+        trained = list(_trained(model))
+        found: dict[str, Any] = {}
+        for kind in (*MOMENTS, MASTER):
+            for index, (name, parameter, entry) in enumerate(trained):
+                # Norms exist on each tp rank, a tied head on two stages.
+                if kind not in _kinds(parameter) or any(entry.replica_id[:-1]):
+                    continue
+                group, shard = _replicas(parameter, runtime), shards.get(parameter)
+                owner = index % group.size()
+                data = None
+                if sharded:
+                    if group.rank() == owner:
+                        data = torch.empty(parameter.shape, dtype=_wide(parameter), device=META)
+                    gather = partial(_whole, shard, kind, parameter, owner, runtime)
+                    self._turns.append((None if data is None else _storage(data), gather))
+                elif group.rank() == owner and shard is not None:
+                    data = shard.tensor(kind).view(parameter.shape)
+                if data is not None:
+                    found[f"{kind}.{name}"] = _renamed(
+                        entry, kind, data, replica_id=(*entry.replica_id[:-1], 0)
+                    )
+        return found
+
+    def in_turn(self, items: Sequence[Any], tensor_of: Callable[[Any], Any]) -> Generator[Any]:
+        """What lies whole first. Collective over the replicas, to the end whatever becomes of the files."""
+        places = {place for place, _ in self._turns}
+        waiting: dict[int, list[Any]] = {}
+        for item in items:
+            tensor = tensor_of(item)
+            place = _storage(tensor) if isinstance(tensor, torch.Tensor) else None
+            if place in places and place is not None:
+                waiting.setdefault(place, []).append(item)
+            else:
+                yield item
+        turns = iter(self._turns)
+        try:
+            while batch := list(islice(turns, self._at_once)):
+                for place, gather in batch:
+                    whole = gather()
+                    if place is not None and whole is not None:
+                        self._held[place] = whole
+                for place, _ in batch:
+                    if place is not None:
+                        yield from waiting.get(place, ())
+                        self._held.pop(place, None)
+        finally:
+            self._held.clear()
+            for _, gather in turns:
+                gather()
+
+    def of(self, view: torch.Tensor) -> torch.Tensor:
+        held = self._held.get(_storage(view))
+        if held is None:
+            return super().of(view)
+        self.beside = sum(whole.nbytes for whole in self._held.values())
+        return held.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def saving_bytes(model: Any, runtime: Runtime) -> int:
+    """The most that a rank's checkpoint takes on the host beside the run: the largest parameter's state.
+
+    Twice where optimizer shards are put together: one parameter waits to be written while the next comes.
+    """
+    largest = max(
+        (p.numel() * _wide(p).itemsize for p in unwrap(model).parameters() if p.requires_grad), default=0
+    )
+    return largest * (2 if runtime.groups.dp_cp.size() > 1 else 1)
 
 
 @torch.no_grad()
@@ -204,8 +277,12 @@ def _renamed(entry: Any, kind: str, data: torch.Tensor, **changes: Any) -> Any:
     return replace(entry, key=f"optimizer.{kind}.{entry.key}", data=data, **changes)
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 def _whole(
-    shard: Shard | None, kind: str, parameter: torch.Tensor, owner: int, runtime: Runtime, sharded: bool
+    shard: Shard | None, kind: str, parameter: torch.Tensor, owner: int, runtime: Runtime
 ) -> torch.Tensor | None:
     """The state of a whole parameter in host memory on replica `owner`, else None; collective over its replicas.
 
@@ -213,10 +290,6 @@ def _whole(
     of it survives, the sign of a zero included.
     """
     group = _replicas(parameter, runtime)
-    if not sharded:
-        if group.rank() != owner or shard is None:
-            return None
-        return shard.tensor(kind).view(parameter.shape).cpu()
     whole = torch.zeros(parameter.numel(), dtype=_wide(parameter), device=runtime.device)
     if shard is not None:
         whole[shard.start : shard.end] = shard.tensor(kind)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,16 @@ def _first_message(error: BaseException, directory: Path) -> str:
 class Live:
     """What a tensor of a state dict holds, on its way into a file: itself, moved to the host."""
 
+    def __init__(self) -> None:
+        self.beside = 0  # bytes that values on their way take on the host now, beside what they are made from
+        self.peak = 0  # the most that it was, the writer's copies included
+
+    def in_turn(self, items: Sequence[Any], tensor_of: Callable[[Any], Any]) -> Generator[Any]:
+        """The items in the order in which their values come; `tensor_of` gives an item's part of the state dict."""
+        yield from items
+
     def of(self, view: torch.Tensor) -> torch.Tensor:
+        self.beside = 0 if view.device.type == "cpu" else view.nbytes
         return view.detach().cpu()
 
     def forget(self) -> None: ...
@@ -108,6 +118,7 @@ class _Views(Live):
     """What a tensor of the meta model's state dict would hold; remembers the last parameter's values."""
 
     def __init__(self, model: torch.nn.Module, values: Values, shows: bool) -> None:
+        super().__init__()
         core = unwrap(model)
         tensors = (*core.parameters(), *core.buffers())
         self._owners = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
@@ -126,7 +137,7 @@ class _Views(Live):
             found = self._values(owner).to("cpu", owner.dtype).contiguous()
             if found.shape != owner.shape:
                 raise ValueError(f"values of shape {tuple(found.shape)} for a parameter {tuple(owner.shape)}")
-            self._last = key, found
+            self._last, self.beside = (key, found), found.nbytes
         return self._last[1].as_strided(view.shape, view.stride(), view.storage_offset())
 
     def forget(self) -> None:
@@ -153,20 +164,23 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
-        results = []
-        with (Path(self.path) / name).open("wb") as stream:
-            for item in plan.items:
+        results, views = [], planner.views
+        turns = views.in_turn(plan.items, lambda item: planner.lookup_object(item.index))
+        # Closed whatever happens: other ranks may wait for what this one gives in its turns.
+        with (Path(self.path) / name).open("wb") as stream, closing(turns):
+            for item in turns:
                 start = stream.tell()
                 found = planner.resolve_data(item)
                 if item.type == WriteItemType.BYTE_IO:
                     stream.write(found.getbuffer())
                 else:  # a view would be saved with the whole storage behind it
                     whole = found.untyped_storage().nbytes() == found.nbytes
+                    views.peak = max(views.peak, views.beside + (0 if whole else found.nbytes))
                     torch.save(found if whole else found.clone(), stream)
                 del found  # before the next parameter's values come
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-            planner.views.forget()
+            views.forget()
             stream.flush()
             os.fsync(stream.fileno())
         future: Future[list[WriteResult]] = Future()

@@ -41,13 +41,13 @@ from megatron_lrl.checkpoint.manifest import (
     write_manifest,
 )
 from megatron_lrl.checkpoint.optimizer_state import (
+    Whole,
     load_optimizer_state,
-    optimizer_state_dict,
     optimizer_step,
     prime,
 )
 from megatron_lrl.checkpoint.rng_state import pack_rng, unpack_rng
-from megatron_lrl.checkpoint.streaming import Live, Strategy
+from megatron_lrl.checkpoint.streaming import Strategy
 from megatron_lrl.checkpoint.weights import FAILURES, weights_state_dict
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import Architecture, read_architecture
@@ -85,8 +85,10 @@ def training_path(output_dir: str | Path, update: int) -> Path:
 
 def save_training(
     run: TrainableRun, directory: str | Path, progress: Mapping[str, Any], keep: int | None = 2
-) -> None:
+) -> int:
     """Write the run as a training checkpoint; collective. `directory` appears only when it is complete.
+
+    Returns the bytes of host memory that this rank's part took at its peak, beside the run.
 
     Args:
         progress: JSON values, given back by `load_training`: update number, data position, settings.
@@ -119,7 +121,7 @@ def save_training(
             "rng_bytes": max(runtime.gather_objects(len(rng))),
             "progress": content,
         }
-        runtime.together(_write_shards, run, partial, rng, training["rng_bytes"])
+        taken = runtime.together(_write_shards, run, partial, rng, training["rng_bytes"])
 
         def describe() -> None:
             if source is not None:
@@ -135,6 +137,7 @@ def save_training(
     if runtime.is_main and keep is not None:
         _retain(directory, keep, run.config.model.checkpoint)
     runtime.barrier()
+    return taken
 
 
 def read_progress(directory: str | Path) -> dict[str, Any]:
@@ -260,17 +263,20 @@ def _source(run: TrainableRun) -> tuple[Manifest, Path]:
     return replace(manifest, dtype=model.dtype), carried
 
 
-def _write_shards(run: TrainableRun, partial: Path, rng: bytes, rng_bytes: int) -> None:
+def _write_shards(run: TrainableRun, partial: Path, rng: bytes, rng_bytes: int) -> int:
+    """Returns the bytes that it took on the host beside the run."""
+    values = Whole(run.model, run.optimizer, run.runtime)
     state = {
         "model": weights_state_dict(run.model),
-        "optimizer": optimizer_state_dict(run.model, run.optimizer, run.runtime),
+        "optimizer": values.state_dict,
         "rng": _rng_tensor(rng, rng_bytes, run.runtime),
     }
 
     def save() -> None:
-        dist_checkpointing.save(state, str(partial), sharded_strategy=Strategy(Live()))
+        dist_checkpointing.save(state, str(partial), sharded_strategy=Strategy(values))
 
     _writing(save, partial)()
+    return values.peak
 
 
 def _read_shards(run: TrainableRun, directory: Path, training: Mapping[str, Any]) -> None:

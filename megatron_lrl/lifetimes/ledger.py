@@ -5,10 +5,15 @@ window   recorded log-probabilities of the window                live tensors
 group    resident prefixes (and adjoints)                        storage the states own
 replay   saved-for-backward bytes at their peak                  each storage once, parameters and resident
                                                                  state left out
+output   what a checkpoint or a gradient file takes on the       copies on their way into a file
+         host while it is written, at its peak
+process  all of it with the libraries, where no device has       the system's count
+         memory of its own
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +21,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+
+def process_bytes() -> int:
+    """Bytes that this process holds now; 0 where a device holds the tensors, whose allocator counts them alone."""
+    if torch.cuda.is_available():
+        return 0
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def process_peak() -> int:
+    """The most that this process ever held, loading included; 0 as for `process_bytes`."""
+    if torch.cuda.is_available():
+        return 0
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -97,6 +121,10 @@ class Ledger:
     run: int = 0
     parts: dict[str, int] = field(default_factory=dict)
     """``run`` by what it is: parameters, gradients, optimizer, reference."""
+    output: int = 0
+    """No part of a window, and not reset by one."""
+    libraries: int = 0
+    """What the process held before its model came."""
     live: dict[str, int] = field(default_factory=lambda: {"window": 0, "group": 0, "replay": 0})
     peak: dict[str, int] = field(default_factory=lambda: {"window": 0, "group": 0, "replay": 0})
 
@@ -116,10 +144,11 @@ class Ledger:
         """``bytes/<lifetime>`` peaks, and the device allocator's or process's own peak."""
         values = {"bytes/run": float(self.run)}
         values |= {f"bytes/{lifetime}": float(nbytes) for lifetime, nbytes in self.peak.items()}
+        if self.output:
+            values["bytes/output"] = float(self.output)
         if torch.cuda.is_available():
             values["bytes/allocator_peak"] = float(torch.cuda.max_memory_allocated())
         else:
-            import psutil
-
-            values["bytes/process"] = float(psutil.Process().memory_info().rss)
+            values["bytes/process"] = float(process_bytes())
+            values["bytes/process_peak"] = float(process_peak())
         return values

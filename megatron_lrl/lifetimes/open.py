@@ -13,6 +13,7 @@ from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architec
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.layers.moe.routing import check_routing
+from megatron_lrl.lifetimes.ledger import Ledger, process_bytes
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.build import PolicyModel, check_layout, configured_model
@@ -96,8 +97,9 @@ def open_run(
             print(f"attention: {describe_attention(arch)}", flush=True)
         rows = logits_rows(config, arch.vocab_size, runtime.layout.tp)
         print(f"logits: of {rows} response tokens at a time (replay.logits_chunk)", flush=True)
+    libraries = process_bytes()
     model: Any = load_policy(config, runtime, arch)
-    run = Run(config, runtime, arch, model, version=1)
+    run = Run(config, runtime, arch, model, version=1, ledger=Ledger(libraries=libraries))
     if spans_replicas(runtime.layout):
         run.lockstep = Lockstep(run)
     if optimizer and config.loss.kl_coef > 0:

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lrl.checkpoint.optimizer_state import prime
+from megatron_lrl.checkpoint.hf_export import gradient_file_bytes
+from megatron_lrl.checkpoint.optimizer_state import prime, saving_bytes
 from megatron_lrl.layers.advance import token_layout
 from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.kind import Capture, Place
 from megatron_lrl.layers.kinds import kinds_of
 from megatron_lrl.layers.softmax.kernels import accumulate_dtype
+from megatron_lrl.lifetimes.ledger import Ledger, process_bytes
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.run import Run
@@ -41,6 +43,7 @@ class RankBytes:
     ``sampling_state`` what sampling keeps of it; ``refilled`` what a sweep makes again at a time
     (prefix.snapshot_bytes). ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all
     micro-batches in flight, with what replayed responses keep resident between the rounds of their chunks (LastKV).
+    ``saving`` and ``gradient_file``: what a checkpoint and the file of `grad` take on the host while they are written.
     """
 
     stage: int
@@ -56,6 +59,9 @@ class RankBytes:
     sweep_graph: int
     resident_groups: int = 1
     refilled: int = 0
+    saving: int = 0
+    gradient_file: int = 0
+    libraries: int = 0  # what a process of this machine holds besides; 0 where there are devices
 
     @property
     def run(self) -> int:
@@ -74,8 +80,13 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """Peak over a window."""
-        return self.run + self.window + self.groups + self.replay
+        """Peak over a window, or while the checkpoint after it is written."""
+        return self.run + max(self.window + self.groups + self.replay, self.saving)
+
+    @property
+    def process(self) -> int:
+        """Peak with the libraries."""
+        return self.total + self.libraries
 
     def lifetimes(self) -> dict[str, int]:
         """By the names of `Ledger`."""
@@ -84,8 +95,9 @@ class RankBytes:
 
 def planned_run(config: Config, runtime: PlannedRuntime, arch: Architecture, optimizer: bool = True) -> Run:
     """One rank's run as `open_run` makes it, inside a `rehearsal`. The optimizer's moments exist."""
+    libraries = process_bytes()
     model: Any = configured_model(config, arch, runtime)
-    run = Run(config, runtime, arch, model, version=1)
+    run = Run(config, runtime, arch, model, version=1, ledger=Ledger(libraries=libraries))
     shard = optimizer and runtime.groups.dp_cp.size() > 1
     run.model = wrap_ddp(model, runtime, shard)
     if optimizer:
@@ -128,6 +140,9 @@ class Plan:
             sweep_graph=peaks.sweep,
             resident_groups=1 if one_by_one else -(-config.train.groups_per_update // dp),
             refilled=self.refilled(work.prompt, contract),
+            saving=saving_bytes(self.run.model, self.run.runtime) if self.run.optimizer is not None else 0,
+            libraries=self.run.ledger.libraries,
+            gradient_file=gradient_file_bytes(self.run.arch, self.run.wide),
         )
 
     def resident(self, prompt: int, contract: str) -> tuple[int, int]:

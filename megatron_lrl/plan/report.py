@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.layers.moe.routing import check_routing
-from megatron_lrl.lifetimes.ledger import Ledger
+from megatron_lrl.lifetimes.ledger import Ledger, process_peak
 from megatron_lrl.lifetimes.open import read_model_architecture
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.hf_config import Architecture
@@ -228,7 +228,10 @@ def bytes_lines(columns: Sequence[RankBytes]) -> list[str]:
         row("replay", lambda b: b.replay),
         row("  replay graphs", lambda b: b.replay_graph),
         row("  sweep graphs", lambda b: b.sweep_graph),
+        row("saving a checkpoint, host", lambda b: b.saving),
+        row("file of `grad`, host", lambda b: b.gradient_file),
         row("peak", lambda b: b.total),
+        *([row("  of the process", lambda b: b.process)] if any(b.libraries for b in columns) else []),
     ]
 
 
@@ -239,16 +242,17 @@ def plan_of_run(run: Run, longest_prompt: int) -> RankBytes:
         longest_prompt, config.rollout.max_new_tokens, config.rollout.group_size, config.replay.concurrent
     )
     with open_plan(config, beside(run.runtime), run.arch) as plan:
-        return plan.bytes_of(work)
+        return replace(plan.bytes_of(work), libraries=run.ledger.libraries)
 
 
 def against_measured(planned: RankBytes, ledger: Ledger) -> str:
     """A table of planned and measured bytes by lifetime; the run's parts as they are now, the others at their peak."""
-    measured = {**ledger.parts, "run": ledger.run, **ledger.peak}
+    measured = {**ledger.parts, "run": ledger.run, **ledger.peak, "process": process_peak()}
     rows = {
         "run": planned.run, "parameters": planned.parameters, "gradients": planned.gradients,
         "optimizer": planned.optimizer, "reference": planned.reference,
         "window": planned.window, "group": planned.groups, "replay": planned.replay,
+        "process": planned.process if planned.libraries else 0,
     }  # fmt: skip
     parts = set(ledger.parts)
     lines = [f"{'bytes of rank 0':<30}{'planned':>14}{'measured':>14}"]
@@ -257,6 +261,14 @@ def against_measured(planned: RankBytes, ledger: Ledger) -> str:
             label = f"  {name}" if name in parts else name
             lines.append(_row(label, [value, measured.get(name, 0)]))
     return "\n".join(lines)
+
+
+def saving_against_measured(planned: RankBytes, ledger: Ledger) -> str:
+    """What writing checkpoints took on rank 0's host beside the run, as a line."""
+    line = f"writing it took {_size(ledger.output)} of host memory beside the run (planned {_size(planned.saving)})"
+    if planned.libraries:
+        line += f"; the process {_size(process_peak())} in all (planned {_size(planned.process)})"
+    return line
 
 
 def _row(name: str, values: Sequence[int]) -> str:

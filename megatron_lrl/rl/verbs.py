@@ -33,7 +33,7 @@ from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.outputs import GRADIENT, held
 from megatron_lrl.passes.schedule import in_lockstep
-from megatron_lrl.plan.report import against_measured, plan_of_run
+from megatron_lrl.plan.report import against_measured, plan_of_run, saving_against_measured
 from megatron_lrl.rl.accumulate import (
     WindowPlan,
     accumulate,
@@ -189,7 +189,8 @@ def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> Non
                 stop = any(runtime.gather_objects(interrupt.asked))
                 every = config.train.save_every
                 if stop or done == config.train.updates or (every and done % every == 0):
-                    save_training(run, training_path(output, done), _progress(config, done, inputs))
+                    taken = save_training(run, training_path(output, done), _progress(config, done, inputs))
+                    run.ledger.output = max(run.ledger.output, taken)
                     if (
                         runtime.is_main
                     ):  # the checkpoint before this one stays too, should this one get damaged
@@ -200,6 +201,8 @@ def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> Non
                     break
             if saved is not None:
                 tracker.note(f"checkpoint {training_path(output, saved)}")
+            if planned is not None and run.ledger.output:
+                tracker.note(saving_against_measured(planned, run.ledger))
 
 
 def _progress(config: Config, done: int, inputs: dict[str, str]) -> dict[str, Any]:
@@ -317,9 +320,10 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
         # safetensors holds strings alone
         metadata = {"format": "pt", **GRADIENT, **{name: str(value) for name, value in told.items()}}
         dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
-        write_hf_file(run.model, run.arch, out, runtime, dtype=dtype, metadata=metadata)
+        run.ledger.output = write_hf_file(run.model, run.arch, out, runtime, dtype=dtype, metadata=metadata)
         if runtime.is_main:
-            print(json.dumps({**told, "out": str(out)}), flush=True)
+            nbytes = {"run": run.ledger.run, **run.ledger.peak, "output": run.ledger.output}
+            print(json.dumps({**told, "bytes": nbytes, "out": str(out)}), flush=True)
 
 
 def _recorded(config: Config, trajectories: str) -> list[Group]:

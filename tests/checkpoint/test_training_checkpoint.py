@@ -1,6 +1,6 @@
 """Claim: a run saved after 3 updates and resumed in a new process ends bit-equal to the uninterrupted run;
 resumed in another layout it holds the same weights, master weights and moments bit for bit, and its next step
-equals the uninterrupted one to rounding.
+equals the uninterrupted one to rounding. Saving takes no more memory than is planned for it, a parameter or two.
 
 Why the tests show it: on every rank, everything a step reads or writes (parameters, master weights, moments,
 step counts, learning rate) is copied out of torch's optimizer, without the code under test, and compared;
@@ -119,6 +119,17 @@ def test_resumed_in_its_layout_it_ends_bit_equal(world: World, trained: Any, res
             assert torch.equal(again["draws"], plain["draws"]), where
             assert again["version"] == plain["version"], where
             assert again["progress"] == {"update": 3, "data": [1, {"position": 7}]}, where
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda w: w.name)
+def test_saving_takes_a_parameter_or_two(world: World, trained: Any) -> None:
+    sharded = world.cp * world.dp > 1
+    for index in range(len(DTYPES)):
+        of_each = [rank[index]["saving"] for rank in trained[world]]
+        for taken, planned, run in of_each:
+            assert taken <= planned < run / 4, "no second copy of the state"
+        if sharded:  # somebody put the largest parameter together
+            assert max(taken for taken, _, _ in of_each) >= max(planned for _, planned, _ in of_each) / 2
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: w.name)

@@ -18,6 +18,7 @@ from harness import World
 
 from megatron_lrl.checkpoint.binding import unwrap
 from megatron_lrl.checkpoint.hf_export import export_checkpoint, gather_hf_tensors
+from megatron_lrl.checkpoint.optimizer_state import saving_bytes
 from megatron_lrl.checkpoint.training import latest_training, load_training, save_training, training_path
 from megatron_lrl.config import load_config
 from megatron_lrl.errors import UserError
@@ -113,8 +114,10 @@ def train(world: World, cases: list[tuple[str, str, str]]) -> list[dict[str, Any
                 _take_steps(run, 0, 3)
                 _seed_apart(runtime, 1)
                 _draws()  # gauss and numpy keep a second value: the saved state is not a fresh one
-                save_training(run, Path(folder) / "own", {"update": 3, "data": [1, {"position": 7}]})
-                found = {"kinds": kinds, "draws": _draws(), "local3": _local(run), "whole3": _whole(run)}
+                progress = {"update": 3, "data": [1, {"position": 7}]}
+                taken = save_training(run, Path(folder) / "own", progress)
+                found = {"saving": (taken, saving_bytes(run.model, runtime), run.ledger.run)}
+                found |= {"kinds": kinds, "draws": _draws(), "local3": _local(run), "whole3": _whole(run)}
                 _take_steps(run, 3, 4)
                 found["whole4"] = _whole(run)
                 _take_steps(run, 4, 6)

@@ -78,6 +78,8 @@ def test_live_bytes_and_peaks_of_a_ledger() -> None:
     metrics = ledger.metrics()
     assert (metrics["bytes/run"], metrics["bytes/group"], metrics["bytes/replay"]) == (7.0, 100.0, 30.0)
     assert metrics.get("bytes/process", metrics.get("bytes/allocator_peak", 0.0)) > 0
+    assert metrics.get("bytes/process_peak", 0.0) >= metrics.get("bytes/process", 0.0)
+    assert "bytes/output" not in metrics  # nothing was written
     ledger.add("group", 5)
     ledger.start_window()
     assert ledger.peak == {"window": 0, "group": 5, "replay": 0}

@@ -181,6 +181,8 @@ def test_the_verb_reports_and_writes(hf: Path, tmp_path: Path, capsys: pytest.Ca
         "stage 1",
         "optimizer",
         "adjoint",
+        "saving a checkpoint",
+        "file of `grad`",
         "headroom",
         "largest P",
         "break-even",
