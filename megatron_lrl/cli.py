@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_lrl import __version__
+from megatron_lrl import __version__, arguments
 from megatron_lrl.config import describe_settings, load_config
 from megatron_lrl.errors import UserError
 from megatron_lrl.preflight import check_conversion, check_inputs
 from megatron_lrl.reading import check_path, printable
+from megatron_lrl.table import MOST_RANKS
 
 _DESCRIPTION = """\
 Reinforcement learning of large models on very long prompts, on Megatron-Core.
@@ -159,35 +159,6 @@ def _speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _size(text: str) -> int:
-    """A parallel size from the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    """A number between 0 and 1 from the command line."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number > 0 and < 1")
-    return value
-
-
-def _positive(text: str) -> float:
-    """A number above 0 from the command line."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="megatron-lrl", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw)
@@ -211,12 +182,16 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("target", metavar=target, help="directory to create")
         for size, what in (("tp", "tensor"), ("pp", "pipeline")):
             sub.add_argument(
-                f"--{size}", type=_size, default=1, metavar="N", help=f"{what} parallel size (default 1)"
+                f"--{size}",
+                type=arguments.size,
+                default=1,
+                metavar="N",
+                help=f"{what} parallel size (default 1)",
             )
         if name == "import":
             sub.add_argument(
                 "--lastkv-chunk",
-                type=_size,
+                type=arguments.size,
                 metavar="C",
                 help="tokens per LastKV chunk of the converted model",
             )
@@ -227,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
             )
             sub.add_argument(
                 "--lastkv-gate-init",
-                type=_share,
+                type=arguments.share,
                 metavar="A",
                 help="alpha of the blend at initialisation, between 0 and 1 (default 0.1)",
             )
@@ -247,16 +222,32 @@ def _parser() -> argparse.ArgumentParser:
         if name == "check":
             sub.add_argument("--out", metavar="R.json", help="also write the report as JSON")
         if name == "plan":
-            sub.add_argument("--world", type=_size, metavar="N", help="ranks (default: tp * cp * pp)")
             sub.add_argument(
-                "--prompt", type=_size, metavar="P", help="prompt tokens (default 32768, if they fit)"
+                "--world",
+                type=arguments.world,
+                metavar="N",
+                help=f"ranks, at most {MOST_RANKS} (default: tp * cp * pp)",
             )
             sub.add_argument(
-                "--response", type=_size, metavar="R", help="response tokens (default rollout.max_new_tokens)"
+                "--prompt",
+                type=arguments.size,
+                metavar="P",
+                help="prompt tokens (default 32768, if they fit)",
             )
-            sub.add_argument("--budget", type=_positive, metavar="GIB", help="memory of one rank, in GiB")
             sub.add_argument(
-                "--tflops", type=_positive, metavar="T", help="10^12 operations a second that a rank achieves"
+                "--response",
+                type=arguments.size,
+                metavar="R",
+                help="response tokens (default rollout.max_new_tokens)",
+            )
+            sub.add_argument(
+                "--budget", type=arguments.positive, metavar="GIB", help="memory of one rank, in GiB"
+            )
+            sub.add_argument(
+                "--tflops",
+                type=arguments.positive,
+                metavar="T",
+                help="10^12 operations a second that a rank achieves",
             )
             sub.add_argument("--out", metavar="R.json", help="also write the bytes as JSON")
         if name != "train":
@@ -307,6 +298,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Every rank has the same error; one prints it.
         if _speaks():
             print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        return 2
+    except (MemoryError, ImportError) as error:
+        if not isinstance(error, MemoryError) and "failed to map" not in str(error):
+            raise
+        if _speaks():
+            print(
+                f"error: not enough memory may be used (ulimit -v, or the job's limit): {error}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
         return 2
     except KeyboardInterrupt:
         return 130  # as a shell reports it; `train` saves a checkpoint and returns 0

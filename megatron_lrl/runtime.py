@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megatron_lrl import platform_cpu
 from megatron_lrl.errors import RankFailure, UserError
+from megatron_lrl.table import MOST_RANKS
 
 T = TypeVar("T")
 
@@ -280,6 +281,8 @@ def _fresh_store(rank: int, world_size: int) -> dist.Store:
 def check_world(layout: Layout, world_size: int) -> None:
     """Raise `UserError` naming the keys and the valid multiple if ``layout`` does not divide the world."""
     size = layout.model_size
+    if world_size > MOST_RANKS:
+        raise UserError(f"a world of {world_size} ranks; valid: at most {MOST_RANKS}")
     if world_size < 1 or world_size % size:
         raise UserError(
             f"parallel.tp = {layout.tp}, parallel.cp = {layout.cp}, parallel.pp = {layout.pp} need a "

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_lrl.settings_data import DataTable, EvalTable
-from megatron_lrl.table import LARGEST_BYTES, Table
+from megatron_lrl.table import LARGEST_BYTES, MOST_AT_ONCE, MOST_RANKS, Table
 from megatron_lrl.table import key as _key
 
 
@@ -63,20 +63,25 @@ class ParallelTable(Table):
     """The layout. dp = world / (tp cp pp)."""
 
     tp: int = _key(
-        1, "tensor parallel size; must divide the attention heads, KV heads, MLP and expert widths", ge=1
+        1,
+        "tensor parallel size; must divide the attention heads, KV heads, MLP and expert widths",
+        ge=1,
+        le=MOST_RANKS,
     )
     cp: int = _key(
         1,
         "context parallel size: resident state and new tokens are sharded over it; tp x cp must divide the heads of "
         "Gated DeltaNet",
         ge=1,
+        le=MOST_RANKS,
     )
-    pp: int = _key(1, "pipeline parallel size; must divide the layers", ge=1)
+    pp: int = _key(1, "pipeline parallel size; must divide the layers", ge=1, le=MOST_RANKS)
     ep: int = _key(
         1,
         "expert parallel size, taken from the cp ranks and then from dp, so it adds no ranks; must divide the experts "
         "and world / (tp pp); 1 for dense models",
         ge=1,
+        le=MOST_RANKS,
     )
     sequence_parallel: bool = Field(
         default_factory=lambda data: data.get("tp", 1) > 1,
@@ -170,7 +175,7 @@ class ReplayTable(Table):
 class RolloutTable(Table):
     """Sampling."""
 
-    group_size: int = _key(8, "G, responses per prompt", ge=1)
+    group_size: int = _key(8, f"G, responses per prompt, at most {MOST_AT_ONCE}", ge=1, le=MOST_AT_ONCE)
     max_new_tokens: int = _key(
         128, "longest response, in tokens; shorter when an end-of-sequence token comes", ge=1
     )
@@ -268,7 +273,9 @@ class TrainTable(Table):
         "checkpoints and tracking (LastKV uptraining)",
     )
     updates: int = _key(20, "updates of the whole run, those before a resume included", ge=1)
-    groups_per_update: int = _key(1, "prompts per update over all dp ranks", ge=1)
+    groups_per_update: int = _key(
+        1, f"prompts per update over all dp ranks, at most {MOST_AT_ONCE}", ge=1, le=MOST_AT_ONCE
+    )
     save_every: int = _key(10, "updates between checkpoints; 0 = only at the end", ge=0)
     output: str | None = _key(
         None, "folder of the run: checkpoints, TensorBoard, metrics.jsonl", min_length=1

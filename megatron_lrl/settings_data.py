@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_lrl.table import Table, key
+from megatron_lrl.table import MOST_AT_ONCE, Table, key
 
 
 class DataTable(Table):
@@ -61,5 +61,10 @@ class EvalTable(Table):
         min_length=1,
     )
     every: int = key(10, "updates between evaluations; 0 = before the first and after the last only", ge=0)
-    samples: int = key(4, "n, responses per held-out prompt; pass@k for k = 1, 2, 4, ... and n", ge=1)
+    samples: int = key(
+        4,
+        f"n, responses per held-out prompt, at most {MOST_AT_ONCE}; pass@k for k = 1, 2, 4, ... and n",
+        ge=1,
+        le=MOST_AT_ONCE,
+    )
     temperature: float = key(1.0, "of evaluation's sampling; near 0 it takes the likeliest token", gt=0)

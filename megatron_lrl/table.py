@@ -15,6 +15,8 @@ class Table(BaseModel):
 
 LARGEST, LARGEST_NUMBER = 2**31 - 1, 1e30  # of integers and numbers; float32 goes to 3e38
 LARGEST_BYTES = 2**60
+MOST_RANKS = 16_384  # a plan makes the process groups of all
+MOST_AT_ONCE = 65_536  # responses or prompts: all of a window stay in memory
 
 
 def key(default: Any, description: str, **constraints: Any) -> Any:

@@ -297,6 +297,8 @@ def test_an_override_of_the_model_replaces_the_other_source(write) -> None:
         ("train.overwrite=yes", ["train.overwrite", "true or false"]),
         ("train.output=3", ["train.output", "string", "3 (int)"]),
         ("train.output=", ["train.output", "non-empty string"]),
+        ("rollout.group_size=1000000000000", ["rollout.group_size", "<= 65536"]),
+        ("train.groups_per_update=1000000000000", ["train.groups_per_update", "<= 65536"]),
         ("optimizer.lr=true", ["optimizer.lr", "number > 0"]),
         ("optimizer.lr=nan", ["optimizer.lr", "number > 0", "nan"]),
         ("optimizer.lr=inf", ["optimizer.lr", "number > 0", "inf"]),

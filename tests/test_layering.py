@@ -24,6 +24,7 @@ LEAVES = {
     "settings",
     "settings_data",
     "table",
+    "arguments",
     "config",
     "outputs",
     "preflight",

@@ -63,6 +63,7 @@ CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"update-(\d{6,})")
 _OURS = {TRAINING_FILE, COMPLETION_FILE, MANIFEST_FILE}
 _ERRNO = re.compile(r"\[Errno \d+\] ([^:]+)")
+_CUT_SHORT = "unexpected pos"  # of torch's archive writer: fewer bytes stand in the file than were written
 _WHAT = "a training checkpoint, written by `train`"
 
 
@@ -324,6 +325,8 @@ def _writing(action: Callable[[], Any], place: Path) -> Callable[[], None]:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             if system := _ERRNO.search(reason):  # whatever the libraries wrap around it
                 reason = system[1]
+            elif _CUT_SHORT in str(error):  # torch's writer says where it stands, not why
+                reason = "a file was cut short, as on a full disk"
             raise UserError(f"{place}: the checkpoint cannot be written: {reason}") from error
 
     return call

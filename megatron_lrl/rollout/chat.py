@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+import queue
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_lrl.errors import UserError
@@ -17,6 +19,8 @@ from megatron_lrl.reading import shown as _short
 
 TEMPLATE_ARGS = "chat_template_args"
 """Key of a record with arguments for the template; they go before those of the run."""
+_LONGEST_TEMPLATE, _LONGEST_TEXT = 1 << 20, 1 << 26  # characters
+_LONGEST_SECONDS = 10.0
 _TAKEN = ("messages", "tools", TEMPLATE_ARGS)
 _GIVEN = frozenset({"add_generation_prompt"})  # what transformers gives every template, beside special tokens
 
@@ -61,12 +65,43 @@ def encode_messages(
         messages = [{"role": "system", "content": system_prompt}, *messages]
     with failures_of(where, 'the chat template refused "messages"'):
         template = tokenizer.get_chat_template(args.get("chat_template"), args.get("tools"))
+        if len(template) > _LONGEST_TEMPLATE:
+            raise ValueError(f"the template has {len(template)} characters; valid: {_LONGEST_TEMPLATE}")
         variables = _variables(template) - _GIVEN - tokenizer.special_tokens_map.keys()
         _refuse_unread(record, variables, where)
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **args)
+        text = _rendered(
+            lambda: tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **args
+            )
+        )
     with failures_of(where, 'the tokenizer refused "messages"'):
         # The template writes the special tokens itself.
         return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _rendered(render: Callable[[], str]) -> str:
+    """What a template makes, within limits of time and size.
+
+    Nothing can end a program that only counts: its thread is left behind, and does not keep the process waiting.
+    """
+    outcome: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            outcome.put(render())
+        except BaseException as error:  # a template may raise anything
+            outcome.put(error)
+
+    threading.Thread(target=call, daemon=True, name="chat template").start()
+    try:
+        text = outcome.get(timeout=_LONGEST_SECONDS)
+    except queue.Empty:
+        raise ValueError(f"it took longer than {_LONGEST_SECONDS:g} s; does it loop?") from None
+    if isinstance(text, BaseException):
+        raise text
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError(f"it made {len(text)} characters; valid: at most {_LONGEST_TEXT}")
+    return text
 
 
 def _list(record: Mapping[str, Any], where: str) -> list[Any]:

@@ -1,5 +1,6 @@
 """Rank function: a training run or an export whose disk is full at a given place.
 
+"name@2": from its second call on; "name#5000": after 5,000 bytes of a file, in its middle, instead of 100.
 A limit on the size of files (RLIMIT_FSIZE) answers a write as a full disk does: an OSError in the middle of a file.
 """
 
@@ -26,13 +27,11 @@ PLACES = {
 
 @contextmanager
 def full_at(place: str) -> Iterator[None]:
-    """While the place's function runs, no file of this process can be longer than 100 bytes.
-
-    "name@2": from the function's second call on.
-    """
+    """While the place's function runs, no file of this process can be longer than 100 bytes, or so many as it says."""
     if not place:
         yield
         return
+    place, _, size = place.partition("#")
     place, _, first = place.partition("@")
     calls = itertools.count(1)
     module, _, path = PLACES[place].partition(":")
@@ -46,7 +45,7 @@ def full_at(place: str) -> Iterator[None]:
         if next(calls) < int(first or 1):
             return function(*args, **kwargs)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(size or 100), before[1]))
         try:
             return function(*args, **kwargs)
         finally:

@@ -93,8 +93,8 @@ def test_settings_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         (["score", "c.toml", "--traj", "t", "--out", "o"], "--trajectories"),
         (["import", "a"], "CKPT_DIR"),
         (["import", "a", "b", "train.updates=3"], "unrecognised arguments: train.updates=3"),
-        (["export", "a", "b", "--tp", "0"], "'0' is not a positive integer"),
-        (["import", "a", "b", "--pp", "two"], "'two' is not a positive integer"),
+        (["export", "a", "b", "--tp", "0"], "'0' is not an integer from 1 to"),
+        (["import", "a", "b", "--pp", "two"], "'two' is not an integer from 1 to"),
     ],
 )
 def test_wrong_command_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -194,3 +196,21 @@ def test_links_out_of_a_model_are_not_carried(
     assert (tmp_path / "from-hub" / "hf" / "config.json").read_bytes() == (
         trained.model / "config.json"
     ).read_bytes()
+
+
+def test_a_start_without_memory_is_one_line(tmp_path: Path) -> None:
+    """An address space in which torch's libraries find no room."""
+    (tmp_path / "c.toml").write_text('[model]\nhf = "m"\n')
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+        "from megatron_lrl.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["score", "c.toml", "--trajectories", "t.jsonl", "--out", "s.jsonl"]
+    ended = subprocess.run(
+        [sys.executable, "-c", limited, *words], capture_output=True, text=True, cwd=tmp_path, timeout=100
+    )
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.startswith("error: not enough memory may be used")

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.rollout import chat
 from megatron_lrl.rollout.data import Limits, read_prompts
 
 LIMITS = Limits(vocab_size=300)
@@ -96,6 +97,23 @@ def test_text_parts_are_one_text(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     record = {"messages": [{"role": "user", "content": parts}]}
     assert encode(tmp_path, record) == by_transformers([USER])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(500) %}{% endfor %}{% endfor %}", "longer than 0.2 s"),
+        ("{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}", "it made 99980001 characters"),
+        ("x" * (1 << 21), "the template has 2097152 characters"),
+    ],
+    ids=["loops", "long", "large"],
+)
+def test_a_template_has_limits(
+    template: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_LONGEST_SECONDS", 0.2 if "0.2" in expected else 60.0)
+    with pytest.raises(UserError, match=f'the chat template refused "messages": .*{expected}'):
+        encode(tmp_path, {"messages": [USER]}, byte_tokenizer(template))
 
 
 def test_named_templates_are_chosen_as_transformers_does(tmp_path: Path) -> None:
