@@ -15,4 +15,4 @@ if [[ ${1:-} == --slow ]]; then select=(); shift; fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE=1
 .venv/bin/ruff check .
 .venv/bin/mypy
-.venv/bin/python -m pytest -q -n 2 --dist loadfile --durations=10 ${select[@]+"${select[@]}"} "$@"
+.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 ${select[@]+"${select[@]}"} "$@"

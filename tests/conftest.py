@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.costly import mark_costly, order
 from harness.worlds import World, left_out
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,9 +18,12 @@ MEASURED = "measured"  # a property of a test's report, which also reaches the s
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks cases in worlds beyond the covering set as slow, and what this machine cannot run as skipped."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks cases in worlds beyond the covering set, and costly ones, as slow, and what this machine cannot run as
+    skipped."""
     mark_worlds(items)
+    mark_costly(items, not any("::" in str(argument) for argument in config.args))
+    order(items)
     missing: dict[str, str] = {}
     if any(item.get_closest_marker("gpu") for item in items) and not cuda():
         missing["gpu"] = "no CUDA device on this machine"
