@@ -125,6 +125,19 @@ def test_reward_that_is_no_number(world: World, tmp_path: Path) -> None:
         (place.train(broken, *two, *layout), ("toy_rewards:broken", "KeyError", "colour")),
         (place.train(*on_second, *two, *layout), ("nan_on", "'p1", "finite")),
         (place.generate(*on_second, *layout), ("nan_on", "'p1", "finite")),
+        *(
+            (
+                place.train(f"data.reward=cli.toy_rewards:{leaves}", on_second[1], *two, *layout),
+                (leaves, "'p1", "SystemExit: 0"),
+            )
+            for leaves in ("exits_on", "leaves_on")
+        ),
+        (
+            place.train(
+                "data.reward=cli.toy_rewards:hangs_on", "data.reward_timeout=0.5", on_second[1], *two, *layout
+            ),
+            ("hangs_on", "'p1", "took longer than 0.5 s"),
+        ),
     ]
     cases = [arguments for arguments, _ in refused]
     ranks = outcomes_of(world, [*cases, place.train(*two, *layout)])

@@ -6,6 +6,9 @@ The tiny models have no tokenizer: a response's text is its ids, separated by sp
 from __future__ import annotations
 
 import math
+import os
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +32,23 @@ def nan(text: str, record: Mapping[str, Any]) -> float:
 def nan_on(text: str, record: Mapping[str, Any], places: list[str]) -> float:
     """NaN for the prompts named, so that only the rank that rewards them fails."""
     return math.nan if record["id"] in places else 0.0
+
+
+def exits_on(text: str, record: Mapping[str, Any], places: list[str]) -> float:
+    """Ends the process, as a script would, for the prompts named."""
+    return sys.exit(0) if record["id"] in places else 0.0
+
+
+def leaves_on(text: str, record: Mapping[str, Any], places: list[str]) -> float:
+    """Ends the process without a word."""
+    return os._exit(0) if record["id"] in places else 0.0
+
+
+def hangs_on(text: str, record: Mapping[str, Any], places: list[str]) -> float:
+    """Does not come back."""
+    while record["id"] in places:
+        time.sleep(0.1)
+    return 0.0
 
 
 def broken(text: str, record: Mapping[str, Any]) -> float:

@@ -116,6 +116,19 @@ def test_a_template_has_limits(
         encode(tmp_path, {"messages": [USER]}, byte_tokenizer(template))
 
 
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ [].__init__.__globals__ }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(escape: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"p\.jsonl:2: the chat template refused"):
+        encode(tmp_path, {"messages": [USER]}, byte_tokenizer(escape))
+
+
 def test_named_templates_are_chosen_as_transformers_does(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(
         {"default": "D", "tool_use": "T{{ tools | length }}", "rag": "R{{ documents }}"}
