@@ -186,6 +186,14 @@ class RolloutTable(Table):
         1.0, "nucleus sampling; below 1 the sampler's distribution differs from the policy's", gt=0, le=1
     )
     seed: int = _key(0, "seed of the sampler", ge=0)
+    decode_bytes: int = _key(
+        2**30,
+        "bytes per rank that responses which decode together may take for their own tokens, at their longest (and for "
+        "prompts that are resident for sampling alone); groups that do not fit wait; execution only, never changes "
+        "results",
+        ge=1,
+        le=LARGEST_BYTES,
+    )
     record_routing: bool = _key(
         False,
         "record the experts and weights of every response token and layer with the response; replay then measures how "

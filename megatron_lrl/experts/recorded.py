@@ -71,21 +71,21 @@ def response_rows(layout: TokenLayout, core: Any, first: Sequence[int], lengths:
 
 
 class Recorder:
-    """Collects the routing of a group while it is sampled. Every rank of the replica makes one."""
+    """Collects the routing of responses while they are sampled. Every rank of the replica makes one."""
 
-    def __init__(self, run: Run, responses: int, first: int) -> None:
-        """``first``: position whose output predicts token 0 of every response."""
-        self.run, self.responses, self.first = run, responses, first
-        self.active: list[int] = list(range(responses))  # branch of the state -> response
-        self._parts: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
+    def __init__(self, run: Run, longest: int) -> None:
+        """``longest``: tokens of a response, at most."""
+        self.run, self.longest = run, longest
+        self.active: list[int] = []  # branch of the pass -> number of its response
+        self.first: list[int] = []  # and position whose output predicts the response's token 0
+        self._parts: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}  # by layer
         self._rows: Rows | None = None
         self._response_n = torch.zeros(0, dtype=torch.long)
 
     def begin(self, layout: TokenLayout, core: Any) -> Recorder:
-        """Before a pass; `active` says which response each branch is."""
-        count = len(layout.lengths)
-        longest = self.run.config.rollout.max_new_tokens
-        rows, device = response_rows(layout, core, [self.first] * count, [longest] * count), _device(core)
+        """Before a pass; `active` and `first` say which response each branch is."""
+        rows = response_rows(layout, core, self.first, [self.longest] * len(self.first))
+        device = _device(core)
         self._rows = rows.to(device)
         self._response_n = torch.tensor(self.active)[rows.branch_n].to(device, non_blocking=True)
         return self
@@ -99,23 +99,31 @@ class Recorder:
         assert self._rows is not None
         row_n, _, token_n = self._rows
         # Finished branches are fed on; `records` cuts what their responses no longer hold.
-        part = (layer_number - 1, self._response_n, token_n, expert_nk[row_n], weight_nk.detach()[row_n])
-        self._parts.append(part)
+        part = (self._response_n, token_n, expert_nk[row_n], weight_nk.detach()[row_n])
+        self._parts.setdefault(layer_number - 1, []).append(part)
         return weight_nk
 
-    def records(self, lengths: Sequence[int]) -> list[RecordedRouting]:
-        """The record of each response of ``lengths`` tokens, on every rank; collective over the replica."""
+    def records(self, first: int, lengths: Sequence[int]) -> list[RecordedRouting]:
+        """Records of the responses from number ``first`` on, of ``lengths`` tokens, on every rank; they are taken out.
+
+        Collective over the replica.
+        """
         run, runtime = self.run, self.run.runtime
         moe, layers = run.arch.moe, expert_layers(run.arch)
         assert moe is not None
         longest = max(lengths)
         # One row more than the longest response has, for what finished branches were fed on.
-        shape = (self.responses, longest + 1, len(layers), moe.top_k)
+        shape = (len(lengths), longest + 1, len(layers), moe.top_k)
         expert = torch.zeros(shape, dtype=torch.int64, device=runtime.device)
         weight = torch.zeros(shape, dtype=run.wide, device=runtime.device)
-        for layer, response_n, token_n, expert_nk, weight_nk in self._parts:
-            place = (response_n, token_n.clamp(max=longest), layers.index(layer))
+        for layer, parts in self._parts.items():
+            rows = [torch.cat(columns) for columns in zip(*parts, strict=True)]
+            mine_n = (rows[0] >= first) & (rows[0] < first + len(lengths))
+            response_n, token_n, expert_nk, weight_nk = (x[mine_n] for x in rows)
+            place = (response_n - first, token_n.clamp(max=longest), layers.index(layer))
             expert[place], weight[place] = expert_nk, weight_nk.to(run.wide)
+            rest = [x[~mine_n] for x in rows]
+            self._parts[layer] = [(rest[0], rest[1], rest[2], rest[3])]
         groups = runtime.groups
         parallel = [groups.tp] if run.core(run.model).config.sequence_parallel else []
         for group in (*parallel, groups.cp, groups.pp):

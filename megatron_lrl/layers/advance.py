@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lrl.layers.layout import TokenLayout
 from megatron_lrl.layers.sequence import SequenceState
+from megatron_lrl.layers.together import Together
 
 Head = Callable[..., Tensor]
 """Called on the last stage as ``head(hidden_smh, layout, model)``: turns final hidden states into the output.
@@ -22,13 +23,15 @@ An advance that is cut into rounds calls it once per round and joins the results
 
 Tokens = Sequence[int] | Tensor
 
+State = SequenceState | Together
+
 
 class AdvanceContext(PackedSeqParams):
     """Rides through Megatron-Core's layers in the place of packed-sequence parameters."""
 
     def __init__(
         self,
-        state: SequenceState,
+        state: State,
         layout: TokenLayout,
         cp_group: Any,
         device: torch.device,
@@ -43,7 +46,7 @@ class AdvanceContext(PackedSeqParams):
         self.positions_m = layout.positions(device)
 
 
-def token_layout(model: Any, state: SequenceState, lengths: Sequence[int]) -> TokenLayout:
+def token_layout(model: Any, state: State, lengths: Sequence[int]) -> TokenLayout:
     """How ``lengths`` new tokens per branch lie on this rank, from the state's positions on."""
     config, cp = model.config, model.pg_collection.cp
     return TokenLayout(
@@ -55,7 +58,7 @@ def token_layout(model: Any, state: SequenceState, lengths: Sequence[int]) -> To
     )
 
 
-def split_rounds(state: SequenceState, tokens: Sequence[Tokens], longest: int = 0) -> list[list[Tokens]]:
+def split_rounds(state: State, tokens: Sequence[Tokens], longest: int = 0) -> list[list[Tokens]]:
     """The tokens of each pass over the model that an advance by ``tokens`` takes.
 
     ``longest``: a pass feeds no more of a branch than this (0: as many as the state allows).
@@ -82,7 +85,7 @@ def _cut(lengths: Sequence[int], longest: int) -> list[tuple[int, ...]]:
 
 
 def advance(
-    model: Any, state: SequenceState, tokens: Sequence[Tokens], head: Head | None = None, routing: Any = None
+    model: Any, state: State, tokens: Sequence[Tokens], head: Head | None = None, routing: Any = None
 ) -> Tensor:
     """Feed ``tokens[i]`` to branch i and grow the state by them.
 
@@ -123,7 +126,7 @@ def advance(
 
 
 def _pass(
-    model: Any, core: Any, state: SequenceState, tokens: Sequence[Tokens], head: Head | None, routing: Any
+    model: Any, core: Any, state: State, tokens: Sequence[Tokens], head: Head | None, routing: Any
 ) -> Tensor:
     """One pass over the model."""
     layout = token_layout(core, state, [len(branch) for branch in tokens])

@@ -4,6 +4,7 @@
                   snapshot_bytes ─ resident ─ refilled    what a prefix keeps of it, and what a sweep makes again
                   operations ─ stand_ins    what its work costs, and how a plan rehearses it
     LayerState    empty ─ fork ─ before(n) ─ keep    where a state comes from, and what stays of it
+                  joined    what stands in its place where several are advanced together
                   enable_adjoints ─ newest ─ take_adjoint    how gradients reach the tokens it came from
                   absorb ─ refill ─ forget    what a capture with a graph gives, and what a sweep makes again
                   tensors ─ clear    what it owns
@@ -42,6 +43,14 @@ class Growth(NamedTuple):
     together: bool = False
 
 
+class Part(NamedTuple):
+    """A layer's state of some of the branches that are advanced together, from ``first`` on."""
+
+    first: int
+    branches: int
+    layer: Any  # LayerState
+
+
 class LayerState(ABC):
     """What one layer remembers, on this rank, of the tokens fed so far."""
 
@@ -54,6 +63,11 @@ class LayerState(ABC):
     @abstractmethod
     def empty(cls, growth: Growth) -> Self:
         """The state before a document's first token."""
+
+    @staticmethod
+    @abstractmethod
+    def joined(parts: Sequence[Part]) -> Any:
+        """What a layer's module reads and grows in the place of this, where several states are advanced together."""
 
     @abstractmethod
     def fork(self, growth: Growth) -> Self:
@@ -272,6 +286,7 @@ __all__ = [
     "LayerKind",
     "LayerState",
     "Operations",
+    "Part",
     "Place",
     "Resident",
     "StandIn",

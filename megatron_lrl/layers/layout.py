@@ -9,7 +9,7 @@ Legend: N new tokens of all branches; M = N padded; m = M / cp, this rank's slic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -28,6 +28,16 @@ class Piece(NamedTuple):
     branches: int
     start: int  # first slot in this rank's slice
     length: int  # tokens of each branch
+
+
+def pieces_of(pieces: Iterable[Piece], first: int, branches: int) -> Iterator[Piece]:
+    """What lies in the branches from ``first`` on, which count from 0 then."""
+    for piece in pieces:
+        low = max(piece.branch, first)
+        count = min(piece.branch + piece.branches, first + branches) - low
+        if count > 0:
+            start = piece.start + (low - piece.branch) * piece.length
+            yield Piece(low - first, count, start, piece.length)
 
 
 class Task(NamedTuple):
@@ -49,10 +59,11 @@ class Task(NamedTuple):
 class BlockShape(NamedTuple):
     """What planning needs to know of a resident block."""
 
-    shared: bool  # one sequence that every branch reads
+    shared: bool  # one sequence that all its readers see
     branch: int
     branches: int
     length: int
+    readers: int = 0  # branches from `branch` on that see a shared block; 0: all of them
 
 
 @dataclass(frozen=True)
@@ -144,8 +155,10 @@ class TokenLayout:
             if block.length == 0:
                 continue
             if block.shared:
-                if self.tokens:
-                    tasks.append(Task(index, 0, self.tokens, 1, 0, block.length, False))
+                first = self.offsets[block.branch] if block.readers else 0
+                end = self.offsets[block.branch + block.readers] if block.readers else self.tokens
+                if first < end:
+                    tasks.append(Task(index, first, end - first, 1, 0, block.length, False))
             else:
                 tasks += self._own_block_tasks(index, block)
         for piece in self.pieces:

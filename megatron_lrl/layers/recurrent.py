@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_lrl.layers.kind import Capture, Growth, Kept, LayerKind, LayerState, Place, Resident
+from megatron_lrl.layers.kind import Capture, Growth, Kept, LayerKind, LayerState, Part, Place, Resident
 from megatron_lrl.layers.layout import TokenLayout
 
 Snapshot = tuple[Tensor, ...]
@@ -56,6 +56,10 @@ class RecurrentLayer[S: Snapshot](LayerState):
     @classmethod
     def empty(cls, growth: Growth) -> Self:
         return cls(None, growth.log)
+
+    @staticmethod
+    def joined(parts: Sequence[Part]) -> JoinedRecurrent:
+        return JoinedRecurrent(parts)
 
     def fork(self, growth: Growth) -> Self:
         return self.before(self.done, growth)
@@ -169,6 +173,40 @@ class RecurrentLayer[S: Snapshot](LayerState):
         return found, Source(self, number) if live else None
 
 
+class JoinedRecurrent:
+    """A layer of several states whose branches lie in one flat list: read and written as one state of all branches."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+
+    def read[S: Snapshot](self, trigger: Tensor, branches: int, fresh: Callable[[], S]) -> S:
+        """As `RecurrentLayer.read`, of all branches."""
+
+        def empty(count: int) -> Callable[[], S]:
+            return lambda: _like(whole := fresh(), (x[:count] for x in whole))
+
+        found = [layer.read(trigger, count, empty(count)) for _, count, layer in self._parts]
+        return _like(found[0], map(_rows, zip(*found, strict=True)))
+
+    def commit(self, snapshot: Snapshot, keep: bool = True) -> None:
+        """As `RecurrentLayer.commit`."""
+        for first, count, layer in self._parts:
+            layer.commit(_like(snapshot, (x[first : first + count] for x in snapshot)), keep)
+
+
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one behind the other along their first axis; not copied where they lie so already (after `commit`)."""
+    first = parts[0]
+    stride, end, storage = first.stride(), first.storage_offset(), first.untyped_storage()._cdata
+    for x in parts:
+        if (x.stride(), x.storage_offset(), x.untyped_storage()._cdata) != (stride, end, storage):
+            return torch.cat(list(parts))
+        end += x.shape[0] * stride[0]
+    return first.as_strided(
+        (sum(x.shape[0] for x in parts), *first.shape[1:]), stride, first.storage_offset()
+    )
+
+
 class _Resident(torch.autograd.Function):
     """A resident state as part of a graph: its gradient is added to its adjoint and goes no further."""
 
@@ -206,4 +244,4 @@ class RecurrentKind(LayerKind):
         return self.state_bytes(place, dtype) * place.layers(self.name)
 
 
-__all__ = ["RecurrentKind", "RecurrentLayer", "Snapshot", "Source"]
+__all__ = ["JoinedRecurrent", "RecurrentKind", "RecurrentLayer", "Snapshot", "Source"]

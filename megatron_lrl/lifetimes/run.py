@@ -16,8 +16,10 @@ from megatron_lrl.checkpoint.weights import all_finite
 from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.layers.lastkv.clock import Clock
 from megatron_lrl.layers.lastkv.state import LastKVState
+from megatron_lrl.layers.lastkv.together import LastKVTogether
 from megatron_lrl.layers.moe.routing import RoutingTotals, routing_policy
 from megatron_lrl.layers.sequence import SequenceState
+from megatron_lrl.layers.together import Together
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
 from megatron_lrl.lifetimes.ledger import Ledger, bytes_by_part
 from megatron_lrl.lifetimes.optim import gradient_buffers
@@ -136,6 +138,12 @@ class Run:
             branches, 0, reserve, log, clock=Clock(lastkv.chunk_size), blended=lastkv.blend,
             last_layer=self.arch.last_attention_layer, keep_from=keep_from,
         )  # fmt: skip
+
+    def together(self, states: Sequence[SequenceState]) -> SequenceState | Together:
+        """Open states of the model's attention kind as one flat list of branches, for `advance`."""
+        if len(states) == 1:
+            return states[0]
+        return Together(states) if self.arch.lastkv is None else LastKVTogether(states)
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers, if there are any."""

@@ -102,12 +102,6 @@ def tree_work(
         loss_of: the loss of branches that are replayed at once; None: they are only scored.
     """
 
-    def mark(response: int, place: int) -> Hashable:
-        routing = branches[response].routing
-        if routing is None:
-            return None
-        return routing.expert_RLk[place].numpy().tobytes(), routing.weight_RLk[place].numpy().tobytes()
-
     def loss(parts: Sequence[Branch]) -> TokenLoss | None:
         return None if loss_of is None else loss_of(parts)
 
@@ -118,8 +112,20 @@ def tree_work(
         shared = [Shared(part, loss([part]), below(children)) for part, children in inner]
         return Work(tuple(batches), tuple(shared))
 
+    return below(tree_of(branches, least))
+
+
+def tree_of(branches: Sequence[Branch], least: int) -> list[TreeNode]:
+    """What some responses share, in ids and recorded routing; see `response_tree`."""
+
+    def mark(response: int, place: int) -> Hashable:
+        routing = branches[response].routing
+        if routing is None:
+            return None
+        return routing.expert_RLk[place].numpy().tobytes(), routing.weight_RLk[place].numpy().tobytes()
+
     recorded = any(branch.routing is not None for branch in branches)
-    return below(response_tree([branch.ids for branch in branches], least, mark if recorded else None))
+    return response_tree([branch.ids for branch in branches], least, mark if recorded else None)
 
 
 def _part(branches: Sequence[Branch], node: TreeNode) -> Branch:

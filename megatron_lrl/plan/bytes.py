@@ -25,6 +25,7 @@ from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.ledger import Ledger, process_bytes
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.prompt import PromptGroup
+from megatron_lrl.lifetimes.room import Room
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.build import configured_model
 from megatron_lrl.plan.graphs import Graphs, Work
@@ -42,8 +43,9 @@ class RankBytes:
     ``state`` (with its snapshots) and ``adjoint`` are those of one prompt under the contract;
     ``sampling_state`` what sampling keeps of it; ``refilled`` what a sweep makes again at a time
     (prefix.snapshot_bytes). ``replay_graph`` and ``sweep_graph`` are peaks of saved-for-backward bytes over all
-    micro-batches in flight, with what replayed responses keep resident between the rounds of their chunks (LastKV).
-    ``saving`` and ``gradient_file``: what a checkpoint and the file of `grad` take on the host while they are written.
+    micro-batches in flight, with what replayed responses keep resident between their chunks. ``decoding``: the tokens
+    of sampled responses (rollout.decode_bytes). ``saving`` and ``gradient_file``: what a checkpoint and the file of
+    `grad` take on the host while they are written.
     """
 
     stage: int
@@ -59,6 +61,7 @@ class RankBytes:
     sweep_graph: int
     resident_groups: int = 1
     refilled: int = 0
+    decoding: int = 0
     saving: int = 0
     gradient_file: int = 0
     libraries: int = 0  # what a process of this machine holds besides; 0 where there are devices
@@ -75,8 +78,8 @@ class RankBytes:
 
     @property
     def replay(self) -> int:
-        """The replay lifetime at its peak: one replay's graphs or one sweep's, whichever is larger."""
-        return max(self.replay_graph, self.sweep_graph)
+        """The replay lifetime at its peak: the graphs of one replay or one sweep, or what decodes together."""
+        return max(self.replay_graph, self.sweep_graph, self.decoding)
 
     @property
     def total(self) -> int:
@@ -143,7 +146,15 @@ class Plan:
             saving=saving_bytes(self.run.model, self.run.runtime) if self.run.optimizer is not None else 0,
             libraries=self.run.ledger.libraries,
             gradient_file=gradient_file_bytes(self.run.arch, self.run.wide),
+            decoding=0 if recorded else self.decoding(work),
         )
+
+    def decoding(self, work: Work) -> int:
+        """Bytes of the responses' own tokens, as many at once as decode together."""
+        config, prefix = self.run.config, work.prompt - 1
+        room = Room(self.run, work.response)
+        branches = work.group * -(-config.train.groups_per_update // self.run.runtime.dp)
+        return room.branch(prefix) * room.at_once(prefix, branches, config.rollout.decode_bytes)
 
     def resident(self, prompt: int, contract: str) -> tuple[int, int]:
         """Bytes of a prompt's state when the first replay begins, and of its adjoint at its peak, on this rank."""

@@ -228,6 +228,7 @@ def bytes_lines(columns: Sequence[RankBytes]) -> list[str]:
         row("replay", lambda b: b.replay),
         row("  replay graphs", lambda b: b.replay_graph),
         row("  sweep graphs", lambda b: b.sweep_graph),
+        row("  decoding", lambda b: b.decoding),
         row("saving a checkpoint, host", lambda b: b.saving),
         row("file of `grad`, host", lambda b: b.gradient_file),
         row("peak", lambda b: b.total),

@@ -22,8 +22,9 @@ from megatron_lrl.lifetimes.ledger import storage_bytes
 from megatron_lrl.lifetimes.node import NodePhase
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.replay import Replay
+from megatron_lrl.lifetimes.tree import distinct_tokens
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
-from megatron_lrl.lifetimes.work import Branch, TokenLoss, Work, tree_work, work_of
+from megatron_lrl.lifetimes.work import Branch, TokenLoss, Work, tree_of, tree_work, work_of
 from megatron_lrl.passes.schedule import from_last_stage, in_lockstep
 from megatron_lrl.rl.advantage import group_advantages
 from megatron_lrl.rl.loss import merge_metrics, policy_loss, token_weights, window_totals
@@ -67,6 +68,7 @@ class WindowPlan:
             key for key, terms in self.terms.items() if every or bool((terms.advantage_R != 0).any())
         }
         self.local = [group for group in self.groups[dp_rank::dp] if self.branches(group)]
+        self._least = 0 if config.prefix.contract == "conventional" else config.replay.share_tokens
 
     def branches(self, group: Group) -> list[Branch]:
         """The responses of a group that are replayed."""
@@ -76,6 +78,13 @@ class WindowPlan:
     def skipped(self) -> float:
         """Share of the window's responses that are not replayed, because their terms are zero."""
         return 1.0 - len(self.live) / len(self.terms)
+
+    @property
+    def shared(self) -> int:
+        """Tokens that replay is spared, because responses share them."""
+        every = [self.branches(group) for group in self.groups]
+        alone = sum(len(branch.ids) for branches in every for branch in branches)
+        return alone - sum(distinct_tokens(tree_of(branches, self._least)) for branches in every)
 
     @property
     def records_routing(self) -> bool:

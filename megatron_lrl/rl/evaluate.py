@@ -17,7 +17,7 @@ from megatron_lrl.rl.reward_workers import RewardWorkers, part_metrics
 from megatron_lrl.rl.rewards import SOLVED, Reward
 from megatron_lrl.rollout.builtin import Sampler
 from megatron_lrl.rollout.text import Text
-from megatron_lrl.rollout.types import Group, Prompt, Response
+from megatron_lrl.rollout.types import Group, Prompt
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -58,17 +58,14 @@ class Evaluation:
         if not self.prompts:
             return {}
         runtime, start = self.run.runtime, time.perf_counter()
-        mine: list[tuple[Prompt, Sequence[Response]]] = []
-        with in_lockstep(self.run):
-            for prompt in self.prompts[runtime.dp_rank :: runtime.dp]:
-                with (
-                    UpdateWindow(self.run) as window,
-                    window.prompt_group(f"{prompt.id}@eval", prompt.prompt_ids, "response_only") as group,
-                ):
-                    rollout = self.sampler.sample(
-                        group, self.settings.samples, self.sampler.settings.max_new_tokens, done
-                    )
-                mine.append((prompt, rollout.responses))
+        prompts, longest = self.prompts[runtime.dp_rank :: runtime.dp], self.sampler.settings.max_new_tokens
+        with in_lockstep(self.run), UpdateWindow(self.run) as window:
+            prefixes = [
+                window.prompt_group(f"{prompt.id}@eval", prompt.prompt_ids, "response_only")
+                for prompt in prompts
+            ]
+            rollouts = self.sampler.sample_together(prefixes, self.settings.samples, longest, done)
+        mine = [(prompt, rollout.responses) for prompt, rollout in zip(prompts, rollouts, strict=True)]
 
         def rewarded() -> list[Group]:
             return self.rewards.reward(mine, self.text) if runtime.is_replica_leader else []

@@ -13,14 +13,18 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
+        self._inner = 0.0  # seconds of phases inside the present one
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        """A phase inside another one is not counted in that."""
+        start, outer, self._inner = time.perf_counter(), self._inner, 0.0
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds - self._inner
+            self._inner = outer + seconds
 
     @property
     def total(self) -> float:

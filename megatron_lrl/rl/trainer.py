@@ -13,7 +13,7 @@ they were recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,34 +197,34 @@ class Trainer:
     ) -> tuple[dict[str, PromptGroup], dict[int, Rollout]]:
         """Capture and sample this replica's prompts.
 
-        The captured prefix serves the replay too, unless the contract has no prefix or the reference model needs the
-        room first.
+        The captured prefixes serve the replay too, unless the contract has no prefix or the reference model needs the
+        room first: then they come and go as they are sampled.
         """
         config, runtime = self.run.config, self.run.runtime
         keep = config.prefix.contract != "conventional" and self.run.reference is None
-        captured: dict[str, PromptGroup] = {}
-        rollouts: dict[int, Rollout] = {}
-        for place, prompt in enumerate(self._prompts(number)):
-            if place % runtime.dp != runtime.dp_rank:
-                continue
-            contract = config.prefix.contract if keep else "response_only"
+        mine = list(enumerate(self._prompts(number)))[runtime.dp_rank :: runtime.dp]
+        contract = config.prefix.contract if keep else "response_only"
+
+        def capture(group: PromptGroup) -> None:
             with watch.timed("capture"):
-                group: PromptGroup
-                if self.stale is not None:
-                    group = self.stale.lease(window, prompt.id, prompt.prompt_ids, quiet=False)
-                else:
-                    group = resident.enter_context(
-                        window.prompt_group(prompt.id, prompt.prompt_ids, contract, quiet=False)
-                    )
-            with watch.timed("rollout"):
-                rollouts[place] = self.sampler.sample(
-                    group, config.rollout.group_size, config.rollout.max_new_tokens, number
-                )
-            if keep or self.stale is not None:
-                captured[prompt.id] = group
-            else:
-                group.close()
-        return captured, rollouts
+                group.capture()
+
+        groups: list[PromptGroup] = []
+        for _, prompt in mine:
+            if self.stale is not None:
+                with watch.timed("capture"):
+                    groups.append(self.stale.lease(window, prompt.id, prompt.prompt_ids, quiet=False))
+                continue
+            group = window.prompt_group(prompt.id, prompt.prompt_ids, contract, quiet=False)
+            groups.append(resident.enter_context(closing(group)))
+            if keep:
+                capture(group)
+        with watch.timed("rollout"):
+            rollouts = self.sampler.sample_together(
+                groups, config.rollout.group_size, config.rollout.max_new_tokens, number, capture
+            )
+        captured = {group.name: group for group in groups} if keep or self.stale is not None else {}
+        return captured, {place: rollout for (place, _), rollout in zip(mine, rollouts, strict=True)}
 
     def _record(self, number: int, rollouts: dict[int, Rollout]) -> Recorded:
         """Reward the responses, share all groups of the window with every rank, in prompt order, and journal them.
@@ -303,7 +303,7 @@ def _metrics(
     )
     lengths = [len(response.ids) for response in responses]
     loss = summarise(sums)
-    fed = sum(len(group.prompt_ids) - 1 for group in plan.groups) + sum(lengths)
+    tokens, shared = sum(len(group.prompt_ids) - 1 for group in plan.groups) + sum(lengths), plan.shared
     seconds = watch.total
     values: dict[str, Any] = {
         "reward/mean": sum(rewards) / len(rewards),
@@ -317,11 +317,12 @@ def _metrics(
         "response/length_max": max(lengths),
         "prompt/length": sum(len(group.prompt_ids) for group in plan.groups) / len(plan.groups),
         "tokens/scored": plan.totals.tokens,
-        "tokens/fed": fed,
+        "tokens/shared": shared,
+        "tokens/fed": tokens - shared,
         "update/responses_without_gradient": plan.skipped,
         "loss/total": loss["loss"],
         "loss/policy": loss["policy_loss"],
-        "speed/tokens_per_second": fed / seconds,
+        "speed/tokens_per_second": tokens / seconds,
         "speed/updates_per_hour": 3600.0 / seconds,
         "seconds/update": seconds,
     }

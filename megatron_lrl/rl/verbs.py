@@ -28,6 +28,7 @@ from megatron_lrl.config import check_train, differing_settings
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.moe.routing import expert_layers
 from megatron_lrl.lifetimes.open import open_run, read_model_architecture
+from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.hf_config import Architecture
@@ -51,7 +52,6 @@ from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.output import check_output, claim_output
 from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rl.trainer import Trainer
-from megatron_lrl.rollout.builtin import Rollout
 from megatron_lrl.rollout.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
 from megatron_lrl.rollout.journal import Journal
 from megatron_lrl.rollout.recorded_routing import RoutingShape
@@ -239,19 +239,23 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
     text, prompts, reward = runtime.together(prepare)
     if runtime.is_main:
         print(text.describe(prompts), flush=True)
-    sampled: list[tuple[int, Rollout]] = []
     with open_run(config, runtime) as run:
         trainer = Trainer(run, prompts, reward, text)
-        with in_lockstep(run):
-            for place, prompt in _shared(list(enumerate(prompts)), runtime, "generate"):
-                with (
-                    UpdateWindow(run) as window,
-                    window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False) as group,
-                ):
-                    rollout = trainer.sampler.sample(
-                        group, config.rollout.group_size, config.rollout.max_new_tokens, 0
-                    )
-                sampled.append((place, rollout))
+        mine = list(enumerate(prompts))[runtime.dp_rank :: runtime.dp]
+        with in_lockstep(run), UpdateWindow(run) as window, _bar(runtime, "generate", len(mine)) as bar:
+
+            def capture(prefix: PromptGroup) -> None:
+                prefix.capture()
+                bar.update()
+
+            prefixes = [
+                window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False)
+                for _, prompt in mine
+            ]
+            rollouts = trainer.sampler.sample_together(
+                prefixes, config.rollout.group_size, config.rollout.max_new_tokens, 0, capture
+            )
+        sampled = [(place, rollout) for (place, _), rollout in zip(mine, rollouts, strict=True)]
 
         def rewarded() -> list[tuple[int, Group]]:
             if not runtime.is_replica_leader:
@@ -353,7 +357,14 @@ def _say_written(runtime: Runtime, out: str, groups: Sequence[Any], responses: i
 def _shared(items: Sequence[Any], runtime: Runtime, what: str) -> Iterator[Any]:
     """This replica's share of some items, with a progress bar on rank 0."""
     share = items[runtime.dp_rank :: runtime.dp]
-    yield from tqdm(share, desc=what, unit="group", delay=2, disable=not runtime.is_main or len(share) < 2)
+    with _bar(runtime, what, len(share)) as bar:
+        for item in share:
+            yield item
+            bar.update()
+
+
+def _bar(runtime: Runtime, what: str, groups: int) -> tqdm:
+    return tqdm(total=groups, desc=what, unit="group", delay=2, disable=not runtime.is_main or groups < 2)
 
 
 def _gather(mine: list[tuple[int, Any]], runtime: Runtime) -> list[Any]:

@@ -32,13 +32,17 @@ SEED = 20
 CP, MIXED = World(cp=2), World(tp=2, pp=2)
 # A resumed update replays recorded rollouts: it has no sampling passes, whose share of the pipeline's time is measured.
 _UNEQUAL = ("seconds/", "speed/", "bytes/", "window/", "pipeline/")
+TREES = (
+    "replay.share_tokens=1", "replay.chunk_size=2", "rollout.temperature=0.3", "rollout.group_size=5",
+    "rollout.max_new_tokens=6", "train.groups_per_update=2",
+)  # fmt: skip
 
 
 class Case:
     """Command lines of one run in one world, and what an undisturbed run of it gives."""
 
-    def __init__(self, root: Path, world: World) -> None:
-        self.root, self.world = root, world
+    def __init__(self, root: Path, world: World, settings: tuple[str, ...] = ()) -> None:
+        self.root, self.world, self.settings = root, world, settings
         root.mkdir()
         self.hf = write_case(root, "qwen3")
         generator = random.Random(3)
@@ -57,7 +61,7 @@ class Case:
             f"model.hf={self.hf}", f"data.prompts={self.prompts}", "data.reward=cli.toy_rewards:low_ids",
             "train.updates=3", "train.save_every=2", "train.log_samples=0", f"train.output={self.root / name}",
             "rollout.group_size=2", "rollout.max_new_tokens=4", "prefix.chunk_size=7", "optimizer.lr=1e-3",
-            *self.world.overrides,
+            *self.world.overrides, *self.settings,
         ]  # fmt: skip
         return ["train", str(self.config), *settings]
 
@@ -90,14 +94,15 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Cases by world, made when first asked for."""
-    made: dict[World, Case] = {}
+    """Cases by world and settings, made when first asked for."""
+    made: dict[tuple[World, tuple[str, ...]], Case] = {}
     root = tmp_path_factory.mktemp("kill")
 
-    def get(world: World) -> Case:
-        if world not in made:
-            made[world] = Case(root / world.name, world)
-        return made[world]
+    def get(world: World, settings: tuple[str, ...] = ()) -> Case:
+        key = world, settings
+        if key not in made:
+            made[key] = Case(root / f"{world.name}-{len(made)}", world, settings)
+        return made[key]
 
     return get
 
@@ -144,6 +149,15 @@ def test_a_damaged_checkpoint_and_journal_are_skipped(cases: Any) -> None:
 @pytest.mark.parametrize("world", [CP, MIXED], ids=lambda world: world.name)
 def test_a_run_killed_anywhere_ends_bit_equal(cases: Any, world: World, seed: int) -> None:
     kill_and_resume(cases(world), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(SEED + 12, SEED + 16))
+def test_a_window_of_trees_killed_anywhere_ends_bit_equal(cases: Any, seed: int) -> None:
+    """Groups decode together; their responses share tokens and are swept in chunks."""
+    case = cases(CP, TREES)
+    assert all(record["tokens/shared"] > 0 for record in case.expected[1])
+    kill_and_resume(case, seed)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ It does not show: that a gradient is right to rounding (see `lifetimes/`, `rl/`)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cli.runs import Runs, relative_l2, require_continuous, require_equal_weights, run, write_eos
+from megatron_lrl.cli import main
+from megatron_lrl.layers.sequence import SequenceState
+from megatron_lrl.rollout.journal import Journal
 
 # What a run shows of itself, by the name of its chart.
 SCALARS = {
@@ -36,6 +39,7 @@ SCALARS = {
     "optimizer/grad_norm", "optimizer/lr",
     "seconds/capture", "seconds/rollout", "seconds/score", "seconds/replay", "seconds/step",
     "speed/tokens_per_second", "speed/updates_per_hour",
+    "tokens/scored", "tokens/fed", "tokens/shared",
 }  # fmt: skip
 
 # name -> settings of a run of two updates
@@ -217,3 +221,28 @@ def test_export_is_what_was_trained(runs: Runs, report: Callable[[str, object], 
     assert worst <= 2e-5
     assert float((trained_NV - start_NV).abs().max()) > 1e-2
     assert torch.isfinite(trained_NV).all()
+
+
+def test_equal_rewards_feed_nothing_after_sampling(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are counted until the rollouts are recorded, and to the update's end; other rewards feed more."""
+    fed, recorded = [0], [0]
+    grow, record = SequenceState.grow, Journal.record
+
+    def counting(state: SequenceState, lengths: Sequence[int]) -> None:
+        grow(state, lengths)
+        fed[0] += sum(lengths)
+
+    def recording(journal: Journal, *arguments: Any) -> None:
+        record(journal, *arguments)
+        recorded[0] = fed[0]
+
+    monkeypatch.setattr(SequenceState, "grow", counting)
+    monkeypatch.setattr(Journal, "record", recording)
+    after = {}
+    for reward in ("nothing", "low_ids"):
+        fed[0] = 0
+        more = ["train.updates=1", f"data.reward=cli.toy_rewards:{reward}"]
+        assert main(runs.train(f"counted-{reward}", *more)) == 0
+        assert recorded[0] > 0
+        after[reward] = fed[0] - recorded[0]
+    assert after["nothing"] == 0 < after["low_ids"]

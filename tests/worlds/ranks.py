@@ -64,24 +64,43 @@ def run_verbs(world: World, cases: Sequence[Case]) -> int:
     return len(cases)
 
 
+def grads_by_model(world: World, models: Sequence[Sequence[Case]]) -> None:
+    """Each case's `grad`; the cases of one model differ in what does not concern it, and share an open run."""
+    with scope(world) as runtime:
+        for cases in models:
+            with open_run(config_of(world, cases[0]), runtime, gradients=True) as run:
+                groups = list(read_trajectories(cases[0]["trajectories"], verbs.limits(run.arch)))
+                for case in cases:
+                    run.config = config_of(world, case)
+                    plan = WindowPlan(groups, run.config, runtime.dp, runtime.dp_rank)
+                    with UpdateWindow(run) as window:
+                        accumulate(window, plan)
+                        window.reduce()
+                        write_hf_file(run.model, run.arch, case["out"], runtime, dtype=torch.float64)
+
+
 def fed_tokens(world: World, cases: Sequence[Case]) -> dict[str, Any]:
-    """Each case's `grad`: how many tokens this rank's replica fed through the model, and whether it leads a replica."""
+    """Each case's `grad`: how many tokens this rank's replica fed through the model, how many of them under autograd,
+    and whether it leads a replica."""
     found: list[int] = []
+    graphs: list[int] = []
     grow = SequenceState.grow
 
     def counting(state: SequenceState, lengths: Sequence[int]) -> None:
         grow(state, lengths)
         found[-1] += sum(lengths)
+        graphs[-1] += sum(lengths) * torch.is_grad_enabled()
 
     with scope(world) as runtime:
         SequenceState.grow = counting  # type: ignore[method-assign]
         try:
             for case in cases:
                 found.append(0)
+                graphs.append(0)
                 verbs.grad(config_of(world, case), runtime, case["trajectories"], case["out"])
         finally:
             SequenceState.grow = grow  # type: ignore[method-assign]
-        return {"tokens": found, "leads": runtime.is_replica_leader}
+        return {"tokens": found, "graphs": graphs, "leads": runtime.is_replica_leader}
 
 
 @contextmanager

@@ -72,6 +72,14 @@ def tree(seed: int = 11, vocab: int = 131) -> list[Group]:
     ]
 
 
+def small_tree() -> list[Group]:
+    """The tree's first turn and what is below: 5 responses that branch at two depths, one inside another; and the plain
+    group."""
+    tree_, plain = tree()
+    kept = [tree_["responses"][i] for i in (0, 1, 3, 4, 5)]
+    return [{**tree_, "prompt_ids": tree_["prompt_ids"][:13], "responses": kept}, plain]
+
+
 def distinct(groups: list[Group]) -> int:
     """Tokens of the first group's responses, each shared one once."""
     return len({tuple(r["ids"][: n + 1]) for r in groups[0]["responses"] for n in range(len(r["ids"]))})
@@ -128,7 +136,10 @@ def test_scores_of_a_tree(world: World, answers: Any, tmp_path: Path, report: An
 
 
 def test_shared_tokens_are_fed_once(answers: Any, tmp_path: Path, report: Any) -> None:
-    """Forward: capture and sweep of each node, one graph of each leaf, and the last token above fed again."""
+    """Every distinct token has one pass under autograd, and those of nodes that branch one without before.
+
+    The last token of a node is fed with each child instead of with the node.
+    """
     groups = tree()[:1]
     answers.add("only the tree", groups)
     outs = [tmp_path / f"{least}.safetensors" for least in (3, 0)]
@@ -138,16 +149,17 @@ def test_shared_tokens_are_fed_once(answers: Any, tmp_path: Path, report: Any) -
         )
         for out in outs
     ]
-    ((shared, alone),) = [rank["tokens"] for rank in run_world(ONE, "worlds.ranks:fed_tokens", cases=cases)]
+    (rank,) = run_world(ONE, "worlds.ranks:fed_tokens", cases=cases)
+    (shared, alone), (graphs, graphs_alone) = rank["tokens"], rank["graphs"]
     prefix, tokens = PROMPT - 1, distinct(groups)
     leaves = 12 - 2  # a twin, and one that ends inside another
     nodes = 2 + 4
     inner = 2 * TURN[0] + 4 * TURN[1]
     # Every run feeds the token before its first, and not its own last one.
-    assert shared == prefix + tokens + inner
+    assert graphs == tokens and shared == prefix + tokens + inner
     paths = sum(len(r["ids"]) for r in groups[0]["responses"])
     report("tokens fed, shared and alone", f"{shared}, {alone}")
-    assert alone == prefix + paths and nodes + leaves == 16
+    assert graphs_alone == paths and alone == prefix + paths and nodes + leaves == 16
     compare_tensors(load_file(outs[0]), load_file(outs[1])).require(1e-6, 1e-5)
 
 
@@ -168,26 +180,24 @@ def test_trees_of_every_layer_kind(world: World, answers: Any, tmp_path: Path, r
 
     The unmerged gradients of these models have their own oracles (test_fp64_families, layers/lastkv).
     """
-    answers.add("tree", tree())
-    cases, outs = [], {}
+    answers.add("small tree", small_tree())
+    models: list[list[dict[str, Any]]] = []
+    outs = {}
     for kind in KINDS:
-        for contract in ("exact", "response_only"):
-            for least, chunk in ((3, 0), (3, 4), (0, 0)):
-                out = tmp_path / f"{kind}-{contract}-{least}-{chunk}.safetensors"
-                settings = {
-                    "contract": contract,
-                    "Z": 8,
-                    "replay__share_tokens": least,
-                    "replay__chunk_size": chunk,
-                }
-                settings["model__dtype"] = "float64"
-                case = answers.case("qwen3" if kind == "lastkv" else kind, "tree", out, **settings)
-                if kind == "lastkv":
-                    case["hf"] = str(write_lastkv(answers.root, "qwen3", 5))
-                    case["settings"].append("model.attention=lastkv")
-                cases.append(case)
-                outs[kind, contract, least, chunk] = out
-    run_world(world, "worlds.ranks:run_verbs", cases=cases)
+        models.append([])
+        for contract, least, chunk in (
+            ("exact", 0, 0), ("exact", 3, 0), ("exact", 3, 4), ("response_only", 0, 0), ("response_only", 3, 4),
+        ):  # fmt: skip
+            out = tmp_path / f"{kind}-{contract}-{least}-{chunk}.safetensors"
+            settings = {"contract": contract, "Z": 8, "model__dtype": "float64"}
+            settings |= {"replay__share_tokens": least, "replay__chunk_size": chunk}
+            case = answers.case("qwen3" if kind == "lastkv" else kind, "small tree", out, **settings)
+            if kind == "lastkv":
+                case["hf"] = str(write_lastkv(answers.root, "qwen3", 5))
+                case["settings"].append("model.attention=lastkv")
+            models[-1].append(case)
+            outs[kind, contract, least, chunk] = out
+    run_world(world, "worlds.ranks:grads_by_model", models=models)
     for (kind, contract, least, chunk), out in outs.items():
         if least:
             found = compare_tensors(load_file(out), load_file(outs[kind, contract, 0, 0]))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lrl.layers.advance import AdvanceContext
 from megatron_lrl.layers.lastkv.state import LastKVState
+from megatron_lrl.layers.lastkv.together import LastKVTogether
 from megatron_lrl.layers.softmax.core import SegmentCoreAttention
 
 
@@ -48,7 +49,7 @@ class LastKVCoreAttention(SegmentCoreAttention):
         )
 
 
-def _state(advance: AdvanceContext) -> LastKVState:
-    if not isinstance(advance.state, LastKVState):
+def _state(advance: AdvanceContext) -> LastKVState | LastKVTogether:
+    if not isinstance(advance.state, LastKVState | LastKVTogether):
         raise TypeError("a LastKV model needs a LastKV state")
     return advance.state

@@ -12,7 +12,7 @@ On stages that do not have the last layer, its number stands for a store that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -89,21 +89,31 @@ class LastKVState(SequenceState):
 
         ``gate_h``: the layer's logits of alpha.
         """
-        chunk = self._chunk(layout)
-        layer = self.layer(number, KVLayer)
-        self._enter(chunk)
-        blocks = [*self._committed(chunk - 2), *self._previous_and_shared(number, layer, chunk, gate_h)]
-        blocks += [block for part in layer.own_slices() if part.chunk == chunk for block in part.blocks()]
+        blocks = self.blocks(number, layout.lengths, gate_h)
         o_mHd = segment_attention(q_mHd, k_mhd, v_mhd, layout, blocks, scale, cp_group)
         self.append(number, k_mhd, v_mhd, layout)
         return o_mHd
 
-    def append(self, number: int, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout) -> None:
-        """Layer ``number`` grows by new tokens whose attention nothing reads."""
-        chunk = self._chunk(layout)
+    def blocks(self, number: int, lengths: Sequence[int], gate_h: Tensor) -> list[Block]:
+        """What layer ``number`` sees of the tokens before ``lengths`` new ones."""
+        chunk = self._chunk(lengths)
         layer = self.layer(number, KVLayer)
         self._enter(chunk)
-        layer.append(k_mhd, v_mhd, layout.pieces, chunk)
+        blocks = [*self._committed(chunk - 2), *self._previous_and_shared(number, layer, chunk, gate_h)]
+        return blocks + [b for part in layer.own_slices() if part.chunk == chunk for b in part.blocks()]
+
+    def append(self, number: int, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout) -> None:
+        """Layer ``number`` grows by new tokens whose attention nothing reads."""
+        self.grow_layer(number, k_mhd, v_mhd, layout.pieces, layout.lengths)
+
+    def grow_layer(
+        self, number: int, k_mhd: Tensor, v_mhd: Tensor, pieces: Iterable[Piece], lengths: Sequence[int]
+    ) -> None:
+        """The same, where ``pieces`` are these branches' of a longer list; ``lengths``: new tokens of each."""
+        chunk = self._chunk(lengths)
+        layer = self.layer(number, KVLayer)
+        self._enter(chunk)
+        layer.append(k_mhd, v_mhd, pieces, chunk)
         self._forget(number, layer, chunk)
 
     def settle(self, pp_group: Any) -> None:
@@ -197,9 +207,9 @@ class LastKVState(SequenceState):
             branches, start, log=log, clock=self.clock, blended=self.blended, last_layer=self.last_layer
         )
 
-    def _chunk(self, layout: TokenLayout) -> int:
+    def _chunk(self, lengths: Sequence[int]) -> int:
         """The chunk of the tokens of one pass."""
-        fed = {start for start, length in zip(layout.starts, layout.lengths, strict=True) if length}
+        fed = {start for start, length in zip(self.counts, lengths, strict=True) if length}
         if len(fed) != 1:
             raise ValueError(
                 f"branches under LastKV keep step, but this pass starts at positions {sorted(fed)}"

@@ -11,13 +11,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megatron_lrl.layers.kind import Growth, LayerState
-from megatron_lrl.layers.layout import Piece, TokenLayout
+from megatron_lrl.layers.kind import Growth, LayerState, Part
+from megatron_lrl.layers.layout import Piece, TokenLayout, pieces_of
 from megatron_lrl.layers.softmax.pages import Entry, Page, PageSlice, Shelf, enable_adjoints, piece_of
 from megatron_lrl.layers.softmax.segment import Block, segment_attention
 
 _GROWTH = 64
 """Smallest capacity, in tokens, of a page that follows a full one in decoding."""
+
+
+def grown_capacity(tokens: int) -> int:
+    """Tokens that the pages of a branch make room for, when so many came one by one."""
+    capacity = _GROWTH
+    while capacity < tokens:
+        capacity *= 2
+    return capacity
 
 
 class KVLayer(LayerState):
@@ -42,6 +50,10 @@ class KVLayer(LayerState):
     @classmethod
     def empty(cls, growth: Growth) -> Self:
         return cls((), growth)
+
+    @staticmethod
+    def joined(parts: Sequence[Part]) -> JoinedKV:
+        return JoinedKV(parts)
 
     def fork(self, growth: Growth) -> Self:
         return type(self)(self.shared_slices(), growth)
@@ -207,3 +219,26 @@ class KVLayer(LayerState):
         page = Page(piece, k_bhtd, v_bhtd, capacity, chunk, self._shelf)
         self.own.append(page)
         return Entry(page, 0, piece)
+
+
+class JoinedKV:
+    """A layer of several states whose branches lie in one flat list: one attention, each keeps its own tokens."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+
+    def attend(
+        self, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout, scale: float, cp_group: Any
+    ) -> Tensor:
+        """As `KVLayer.attend`, of all branches."""
+        blocks = [
+            block.within(first, count) for first, count, layer in self._parts for block in layer.blocks()
+        ]
+        o_mHd = segment_attention(q_mHd, k_mhd, v_mhd, layout, blocks, scale, cp_group)
+        self.append(k_mhd, v_mhd, layout.pieces)
+        return o_mHd
+
+    def append(self, k_mhd: Tensor, v_mhd: Tensor, pieces: Sequence[Piece], chunk: int = 0) -> None:
+        """Make new tokens resident."""
+        for first, count, layer in self._parts:
+            layer.append(k_mhd, v_mhd, pieces_of(pieces, first, count), chunk)

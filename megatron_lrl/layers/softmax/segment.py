@@ -18,7 +18,7 @@ t its keys, d head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class Adjoint:
 class Block:
     """Resident keys and values of this rank, visible to every query of the branches it belongs to.
 
-    ``shared``: one sequence (b = 1) that all branches read. Otherwise row i belongs to branch ``branch + i``.
+    ``shared``: one sequence (b = 1) that all branches read, or ``readers`` of them from ``branch`` on. Otherwise row i
+    belongs to branch ``branch + i``.
     """
 
     k_bhtd: Tensor
@@ -49,10 +50,17 @@ class Block:
     shared: bool = True
     branch: int = 0
     adjoint: Adjoint | None = None
+    readers: int = 0
 
     @property
     def shape(self) -> BlockShape:
-        return BlockShape(self.shared, self.branch, self.k_bhtd.shape[0], self.k_bhtd.shape[2])
+        return BlockShape(self.shared, self.branch, self.k_bhtd.shape[0], self.k_bhtd.shape[2], self.readers)
+
+    def within(self, first: int, branches: int) -> Block:
+        """The same block where its state's branches are ``branches`` from ``first`` on of a longer list."""
+        if self.shared:
+            return replace(self, branch=first, readers=branches)
+        return replace(self, branch=self.branch + first)
 
     @property
     def live(self) -> bool:
