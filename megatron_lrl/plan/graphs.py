@@ -6,7 +6,8 @@
 
 A graph does not depend on what is resident, so a prompt of a few chunks gives the peaks of a long one. Only a
 conventional pass, whose graph is the whole sequence, is run at full length; it is one pass, whatever the length. Under
-LastKV both take a pass for every LastKV chunk, so many are extrapolated from few.
+LastKV both take a pass for every LastKV chunk, and a response one for every replay.chunk_size, so many are extrapolated
+from few.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_lrl.models.build import configured_model
 from megatron_lrl.models.hf_config import Architecture
 
 _FEW_CHUNKS = 4
-"""LastKV chunks from which on a response (or a conventional prompt) takes the same for every further one."""
+"""Chunks from which on a response (or, under LastKV, a conventional prompt) takes the same for every further one."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Peaks(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Bytes: saved for backward by a replay, held by its responses between rounds, saved for backward by the sweep."""
+    """Bytes: of a replay (saved for backward, beside what its responses hold), held by them alone, of the sweep."""
 
     graph: int
     held: int
@@ -134,19 +135,26 @@ class Graphs:
         return Peaks(max(parts.graph, parts.held), parts.sweep)
 
     def _parts(self, kinds: tuple[Kind, ...], contract: str, work: Work) -> _Parts:
-        """What the pass takes. Many LastKV chunks are few and a straight line: every further one adds the same."""
-        if (lastkv := self.run.arch.lastkv) is not None:
-            for size in ("prompt", "response") if contract == "conventional" else ("response",):
-                tokens = getattr(work, size)
-                further = tokens // lastkv.chunk_size - _FEW_CHUNKS
-                if further > 1:
-                    few, one_more = (
-                        self._parts(kinds, contract, replace(work, **{size: tokens - n * lastkv.chunk_size}))
-                        for n in (further, further - 1)
-                    )
-                    line = zip(few, one_more, strict=True)
-                    return _Parts(*(first + further * (second - first) for first, second in line))
+        """What the pass takes. Many chunks are few and a straight line: every further one adds the same."""
+        for size, unit in self._chunks(contract).items():
+            tokens = getattr(work, size)
+            further = tokens // unit - _FEW_CHUNKS
+            if further > 1:
+                few, one_more = (
+                    self._parts(kinds, contract, replace(work, **{size: tokens - n * unit}))
+                    for n in (further, further - 1)
+                )
+                line = zip(few, one_more, strict=True)
+                return _Parts(*(first + further * (second - first) for first, second in line))
         return self._measured(kinds, contract, work)
+
+    def _chunks(self, contract: str) -> dict[str, int]:
+        """Tokens after which a pass over a prompt or a response repeats itself."""
+        sizes = ("prompt", "response") if contract == "conventional" else ("response",)
+        if (lastkv := self.run.arch.lastkv) is not None:
+            return dict.fromkeys(sizes, lastkv.chunk_size)
+        chunk = self.run.config.replay.chunk_size
+        return {"response": chunk} if chunk and contract != "conventional" else {}
 
     def _measured(self, kinds: tuple[Kind, ...], contract: str, work: Work) -> _Parts:
         run = self._with_layers(kinds)

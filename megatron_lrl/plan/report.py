@@ -183,7 +183,8 @@ def _text(config: Config, arch: Architecture, request: Request, stages: Sequence
         f"{request.world} ranks: tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, dp {dp}"
         + (f", ep {parallel.ep}" if arch.moe is not None else ""),
         f"prompt P = {work.prompt}, response R = {work.response}, group G = {work.group}, K = {work.at_once} at once, "
-        f"chunk Z = {config.prefix.chunk_size}, contract {contract}",
+        f"chunk Z = {config.prefix.chunk_size}, contract {contract}"
+        + (f", responses in chunks of {config.replay.chunk_size}" if config.replay.chunk_size else ""),
         "",
         f"{'bytes per rank':<30}" + "".join(f"{'stage ' + str(s.ours.stage):>14}" for s in stages),
         *bytes_lines([s.ours for s in stages]),
