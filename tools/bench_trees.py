@@ -5,9 +5,9 @@
         --prompt 2048 --turn 128
     python tools/bench_trees.py --break-even 8 16 32 64 128
 
-A window of one group: families of responses share all turns but the last (--common: all responses share the first). Half
-of each turn is tool output, which is masked. `--break-even`: instead pairs of responses that share so many tokens, which
-says from how many on merging pays.
+A window of one group: families of responses share all turns but the last (--common: all responses share the first).
+Half of each turn is tool output, which is masked. `--break-even`: instead pairs of responses that share so many
+tokens, which says from how many on merging pays.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,13 +41,19 @@ def parse() -> argparse.Namespace:
     add_model_arguments(parser)
     parser.add_argument("--prompt", type=int, default=2048, metavar="P", help="prompt tokens (default 2048)")
     parser.add_argument("--families", type=int, default=4, metavar="N", help="families (default 4)")
-    parser.add_argument("--responses", type=int, default=16, metavar="G", help="responses in all (default 16)")
+    parser.add_argument(
+        "--responses", type=int, default=16, metavar="G", help="responses in all (default 16)"
+    )
     parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of a response (default 4)")
     parser.add_argument("--turn", type=int, default=64, metavar="N", help="tokens of a turn (default 64)")
     parser.add_argument("--common", action="store_true", help="the first turn is the same everywhere")
     parser.add_argument("--chunk", type=int, default=512, metavar="Z", help="capture chunk (default 512)")
-    parser.add_argument("--replay-chunk", type=int, default=0, metavar="N", help="replay.chunk_size (default 0)")
-    parser.add_argument("--concurrent", type=int, default=1, metavar="K", help="responses at once (default 1)")
+    parser.add_argument(
+        "--replay-chunk", type=int, default=0, metavar="N", help="replay.chunk_size (default 0)"
+    )
+    parser.add_argument(
+        "--concurrent", type=int, default=1, metavar="K", help="responses at once (default 1)"
+    )
     parser.add_argument("--break-even", type=int, nargs="+", metavar="N", help="shared tokens of pairs")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; medians (default 3)")
     return parser.parse_args()
@@ -64,7 +71,7 @@ def agents(options: argparse.Namespace) -> Group:
     for _ in range(options.families):
         shared = [first if options.common and i == 0 else turn() for i in range(options.turns - 1)]
         paths += [[*shared, turn()] for _ in range(options.responses // options.families)]
-    return _group(options, draw, [sum(path, []) for path in paths], mask * options.turns)
+    return _group(options, draw, [list(chain(*path)) for path in paths], mask * options.turns)
 
 
 def pairs(options: argparse.Namespace, shared: int) -> Group:
