@@ -136,9 +136,12 @@ def check_train(config: Config) -> None:
 _MAY_CHANGE = (
     "parallel.",
     "replay.concurrent",
+    "replay.chunk_size",
+    "replay.share_tokens",
     "replay.logits_chunk",
     "replay.check_poison",
     "prefix.chunk_size",
+    "rollout.decode_bytes",
     "train.updates",
     "train.save_every",
     "train.output",

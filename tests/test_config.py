@@ -75,6 +75,7 @@ def test_every_documented_key_is_read(write) -> None:
             temperature = 0.5
             top_p = 0.9
             seed = 13
+            decode_bytes = 4096
             record_routing = true
             [moe]
             router_bias_update_rate = 0.01
@@ -167,6 +168,7 @@ def test_every_documented_key_is_read(write) -> None:
         "temperature": 0.5,
         "top_p": 0.9,
         "seed": 13,
+        "decode_bytes": 4096,
         "record_routing": True,
     }
     assert config.loss.model_dump() == {
@@ -239,6 +241,7 @@ def test_defaults_are_those_of_the_design(write) -> None:
         "temperature": 1.0,
         "top_p": 1.0,
         "seed": 0,
+        "decode_bytes": 2**30,
         "record_routing": False,
     }
     assert config.moe.model_dump() == {"router_bias_update_rate": 0.0, "aux_loss_coef": 0.0}
