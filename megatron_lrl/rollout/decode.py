@@ -149,21 +149,21 @@ class Decoding:
         batches = [batch for batch in self.decoding if batch]
         sizes = [sum(len(part.active) for part in batch) for batch in batches]
         starts = list(accumulate(sizes, initial=0))
-        values_3n = self._draw(batches, starts)
+        token_n, logprob_n, entropy_n = self._draw(batches, starts).tolist()
         for batch, start in zip(batches, starts, strict=False):
             branch = start
             for part in batch:
                 for response in part.active:
                     if response not in part.done:
-                        self._take(part, response, *(float(x) for x in values_3n[:, branch]))
+                        self._take(part, response, int(token_n[branch]), logprob_n[branch], entropy_n[branch])
                     branch += 1
 
-    def _take(self, part: Part, response: int, token: float, logprob: float, entropy: float) -> None:
+    def _take(self, part: Part, response: int, token: int, logprob: float, entropy: float) -> None:
         sampled = part.of
-        sampled.ids[response].append(int(token))
+        sampled.ids[response].append(token)
         sampled.logprobs[response].append(logprob)
         sampled.entropy += entropy
-        if int(token) in self.stop_ids or len(sampled.ids[response]) == self.longest:
+        if token in self.stop_ids or len(sampled.ids[response]) == self.longest:
             part.done.add(response)
             sampled.unfinished -= 1
 
