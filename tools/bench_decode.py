@@ -81,6 +81,8 @@ def main() -> int:
                     values.setdefault("CPU s", []).append(time.process_time() - cpu)
                     values.setdefault("wall s", []).append(time.perf_counter() - wall)
                     values.setdefault("idle share of the pipeline", []).append(run.pipeline_use.bubble)
+                    if runtime.is_main:
+                        print(f"{way}: {values['CPU s'][-1]:.2f} CPU s", file=sys.stderr, flush=True)
         if runtime.is_main:
             print(
                 f"{options.groups} groups of {options.group}, P = {options.prompt}, {options.response} new tokens, "

@@ -22,7 +22,7 @@ from layers.lastkv.tiny import write_lastkv
 SLOW = [World(tp=2), World(cp=2), World(pp=2), World(dp=2), World(dp=2, ep=2)]
 WORLDS = [ONE, World(cp=2, pp=2), *(pytest.param(w, marks=pytest.mark.slow) for w in SLOW)]
 KINDS = {"qwen3": False, "qwen3_5": False, "qwen3_moe": True, "lastkv": False}  # whether routing is recorded
-GROUP, LONGEST, VOCAB = 4, 9, 131
+GROUP, LONGEST, VOCAB = 4, 7, 131
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_together_samples_what_each_group_samples_alone(
     world: World, answers: Any, prompts: Path, tmp_path: Path, report: Any
 ) -> None:
+    kinds = ["qwen3_moe"] if world.ep > 1 else ["qwen3_5", "lastkv"] if world.size > 2 else list(KINDS)
     cases = []
     for kind, recorded in KINDS.items():
         case = answers.case(
@@ -53,13 +54,12 @@ def test_together_samples_what_each_group_samples_alone(
         if kind == "lastkv":
             case["hf"] = str(write_lastkv(answers.root, "qwen3", 5))
             case["settings"].append("model.attention=lastkv")
-        if world.ep > 1 and not recorded:
-            continue
-        cases.append({**case, "prompts": str(prompts)})
+        if kind in kinds:
+            cases.append({**case, "prompts": str(prompts)})
     ranks = run_world(world, "worlds.decode_ranks:decoded", cases=cases)
     groups = 4 // world.dp
     for of_rank in ranks:
-        for kind, ways in zip(KINDS if world.ep == 1 else ["qwen3_moe"], of_rank, strict=True):
+        for kind, ways in zip(kinds, of_rank, strict=True):
             alone, together, small = ways["alone"], ways["together"], ways["small"]
             worst = 0.0
             for way in (together, small):
@@ -79,5 +79,5 @@ def test_together_samples_what_each_group_samples_alone(
             assert max(alone["branches"]) == GROUP
             assert together["branches"][0] == groups * GROUP
             assert max(small["branches"]) < groups * GROUP and len(small["branches"]) > LONGEST
-            if world.pp > 1:
-                assert together["bubble"] < alone["bubble"]
+            if world.pp > 1:  # one micro-batch at a time would leave half of it idle
+                assert max(alone["bubble"], together["bubble"]) < 0.4
