@@ -147,12 +147,9 @@ def test_every_documented_key_is_read(write) -> None:
     }
     assert config.lm.model_dump() == {
         "data": "d.jsonl",
-        "text_key": "body",
-        "sequence_length": 99,
-        "sequences_per_update": 3,
-        "held_out": "h.txt",
-        "eval_every": 0,
-    }
+        "text_key": "body", "sequence_length": 99, "sequences_per_update": 3,
+        "held_out": "h.txt", "eval_every": 0,
+    }  # fmt: skip
     assert config.replay.model_dump() == {
         "concurrent": 2,
         "chunk_size": 7,
@@ -245,11 +242,10 @@ def test_defaults_are_those_of_the_design(write) -> None:
         "record_routing": False,
     }
     assert config.moe.model_dump() == {"router_bias_update_rate": 0.0, "aux_loss_coef": 0.0}
-    assert not config.replay.use_recorded_routing
     assert (config.loss.advantage, config.loss.aggregate, config.loss.kl_coef) == ("grpo", "token", 0.0)
     assert (config.loss.clip_low, config.loss.clip_high, config.loss.importance_cap) == (0.2, 0.2, 0.0)
     assert (config.train.updates, config.train.groups_per_update, config.train.save_every) == (20, 1, 10)
-    assert config.optimizer.lr == 1e-6
+    assert not config.replay.use_recorded_routing and config.optimizer.lr == 1e-6
 
 
 def test_overrides_are_toml_and_the_last_one_wins(write) -> None:
