@@ -188,8 +188,9 @@ class Decoding:
             assert part.state is not None
             part.state.close()
             part.state = None
-            if not part.of.unfinished:
-                self._end(part.of)
+        for sampled in {part.of.number: part.of for part in ending}.values():  # parts may end together
+            if not sampled.unfinished:
+                self._end(sampled)
         self.decoding = [[part for part in batch if part.state is not None] for batch in self.decoding]
 
     def _end(self, sampled: Sampled) -> None:
