@@ -59,7 +59,7 @@ class Replay:
             for flight in self._flights(passes):
                 with flight:
                     metrics += flight.gradient()
-                    self.run.ledger.observe_peak("replay", meter.peak)  # beside what the flight holds
+        self.run.ledger.observe_peak("replay", meter.peak)
         for part in work.shared:
             with self._resident(part) as node:
                 node.capture()

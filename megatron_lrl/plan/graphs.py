@@ -56,7 +56,7 @@ class Peaks(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Bytes: of a replay (saved for backward, beside what its responses hold), held by them alone, of the sweep."""
+    """Bytes: saved for backward by a replay, held by its responses between chunks, saved for backward by the sweep."""
 
     graph: int
     held: int

@@ -58,7 +58,7 @@ def watching(sampled: Seen, replayed: Seen) -> Iterator[None]:
             return super().__call__(hidden_smh, layout, model)
 
     with (
-        mock.patch("megatron_lrl.rollout.builtin.SampleHead", WatchedSampleHead),
+        mock.patch("megatron_lrl.rollout.decode.SampleHead", WatchedSampleHead),
         mock.patch("megatron_lrl.lifetimes.replay.LogprobHead", WatchedLogprobHead),
     ):
         yield
