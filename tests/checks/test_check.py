@@ -5,7 +5,7 @@ neighbour, which leaves no trace.
 Why this shows it: `torch.nextafter` says what a neighbour is; the command runs on tiny models as it is, and with
 weights disturbed in one of the two things that it compares, by as many ulps as move the model ten times as far as its
 own rounding does (more where scores share an offset, whose rounding outweighs an ulp of the weights).
-It does not show: faults between rounding and four times rounding, which pass.
+It does not show: faults between rounding and six times rounding, which pass.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_what_is_judged_by_rounding(
         report(f"check, {dtype}, key bias {bias:g}, {fault.__name__}: {name}, in roundings", value)
     failed = {name for name, bar in bars.items() if not bar["passed"]}
     assert failed >= failing and (failing or not failed), times
-    assert all(5 < times[name] < 20 for name in failing), times
+    assert all(6 < times[name] < 20 for name in failing), times
     assert code == (1 if failing else 0), printed
     assert all(
         f"{bar['bar']:.2e} = " in printed and f"{bar['measured']:.2e}, bar" in printed
