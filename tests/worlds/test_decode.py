@@ -80,4 +80,4 @@ def test_together_samples_what_each_group_samples_alone(
             assert together["branches"][0] == groups * GROUP
             assert max(small["branches"]) < groups * GROUP and len(small["branches"]) > LONGEST
             if world.pp > 1:  # one micro-batch at a time would leave half of it idle
-                assert max(alone["bubble"], together["bubble"]) < 0.4
+                assert max(alone["bubble"], together["bubble"]) < 0.5
