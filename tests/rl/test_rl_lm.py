@@ -82,12 +82,23 @@ def test_gradient_is_that_of_each_document_alone(
 
 
 def _oracle(folder: Path, chunk: int | None) -> PlainModel:
-    """The plain float64 model; with LastKV and alpha = 0.3 everywhere, chunk by chunk."""
+    """The plain float64 model; with LastKV as a conversion starts it, chunk by chunk: alpha = 0.3 everywhere, keys and
+    values of the last layer zero."""
     if not chunk:
         return PlainModel(folder)
     # The program rounds alpha's logit to the dtype of the source's weights when it converts.
     gate_K = torch.logit(torch.tensor([0.3] * 2, dtype=torch.float64)).float().double()
-    return ChunkParallel(folder, {gate_name(layer): gate_K.clone() for layer in range(4)}, chunk)
+    model = ChunkParallel(folder, {gate_name(layer): gate_K.clone() for layer in range(4)}, chunk)
+    emptied = [
+        name
+        for name in model.weights
+        if "layers.3.self_attn.k_proj" in name or "layers.3.self_attn.v_proj" in name
+    ]
+    with torch.no_grad():
+        for name in emptied:
+            model.weights[name].zero_()
+    assert len(emptied) == 2
+    return model
 
 
 def _expected(

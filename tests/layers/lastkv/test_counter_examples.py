@@ -21,13 +21,13 @@ from oracle.lastkv_reference import ChunkParallel, TokenByToken, attend_chunk
 from oracle.trajectories import window
 
 from layers.lastkv.tiny import lastkv_run, records_of, write_lastkv
-from megatron_lrl.checks.report import BARS
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.runtime import Runtime
 
 CHUNK, MODEL = 4, "llama"
+KL_BAR, LOGPROB_BAR = 1e-8, 2e-5  # of a tiny float32 model; every counter-example lies far above
 LogitsOf = Callable[[Sequence[int], int], torch.Tensor]  # ids, prompt length -> logits [T, V]
 
 
@@ -47,7 +47,7 @@ def mismatch(runtime: Runtime, models: Path, prompt: int, sampler: LogitsOf) -> 
 
 
 def passes(found: tuple[float, float]) -> bool:
-    return found[0] <= BARS["float32"].kl and found[1] <= BARS["float32"].logprob
+    return found[0] <= KL_BAR and found[1] <= LOGPROB_BAR
 
 
 def test_ending_the_chunk_at_the_prompts_end(runtime: Runtime, models: Path, report: Any) -> None:
@@ -131,7 +131,7 @@ def test_the_scalar_recurrence() -> None:
     kl = (p.exp() * (p - q)).sum(-1)
     assert kl[:2].tolist() == [0.0, 0.0]
     assert bool((kl[2:] > 1e-3).all()) and kl[3] > kl[2]
-    assert float((p - q).abs().max()) > 100 * BARS["float32"].logprob
+    assert float((p - q).abs().max()) > 100 * LOGPROB_BAR
     for _ in range(2):  # as many rounds as chunks after the first reach the recurrence
         one_round = [1.0, *(1 + rho * h for h in one_round[:-1])]
     assert one_round == pytest.approx(sequential)
