@@ -96,6 +96,7 @@ class Whole(Live):
         self._at_once = runtime.groups.dp_cp.size()
         self._held: dict[int, torch.Tensor] = {}  # by the place's storage
         self.state_dict = self._of(model, optimizer, runtime)
+        self._left = iter(self._turns)  # those that nobody has taken yet
 
     def _of(self, model: Any, optimizer: Any, runtime: Runtime) -> dict[str, Any]:
         """The sharded state dict of the optimizer."""
@@ -125,7 +126,7 @@ class Whole(Live):
         return found
 
     def in_turn(self, items: Sequence[Any], tensor_of: Callable[[Any], Any]) -> Generator[Any]:
-        """What lies whole first. Collective over the replicas, to the end whatever becomes of the files."""
+        """What lies whole first. Collective over the replicas; `finish` takes the turns that are left."""
         places = {place for place, _ in self._turns}
         waiting: dict[int, list[Any]] = {}
         for item in items:
@@ -135,21 +136,20 @@ class Whole(Live):
                 waiting.setdefault(place, []).append(item)
             else:
                 yield item
-        turns = iter(self._turns)
-        try:
-            while batch := list(islice(turns, self._at_once)):
-                for place, gather in batch:
-                    whole = gather()
-                    if place is not None and whole is not None:
-                        self._held[place] = whole
-                for place, _ in batch:
-                    if place is not None:
-                        yield from waiting.get(place, ())
-                        self._held.pop(place, None)
-        finally:
-            self._held.clear()
-            for _, gather in turns:
-                gather()
+        while batch := list(islice(self._left, self._at_once)):
+            for place, gather in batch:
+                whole = gather()
+                if place is not None and whole is not None:
+                    self._held[place] = whole
+            for place, _ in batch:
+                if place is not None:
+                    yield from waiting.get(place, ())
+                    self._held.pop(place, None)
+
+    def finish(self) -> None:
+        self._held.clear()
+        for _, gather in self._left:
+            gather()
 
     def of(self, view: torch.Tensor) -> torch.Tensor:
         held = self._held.get(_storage(view))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +112,9 @@ class Live:
 
     def forget(self) -> None: ...
 
+    def finish(self) -> None:
+        """Gives other ranks what they still wait for; called whatever became of the file."""
+
 
 class _Views(Live):
     """What a tensor of the meta model's state dict would hold; remembers the last parameter's values."""
@@ -165,24 +167,25 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
         results, views = [], planner.views
-        turns = views.in_turn(plan.items, lambda item: planner.lookup_object(item.index))
-        # Closed whatever happens: other ranks may wait for what this one gives in its turns.
-        with (Path(self.path) / name).open("wb") as stream, closing(turns):
-            for item in turns:
-                start = stream.tell()
-                found = planner.resolve_data(item)
-                if item.type == WriteItemType.BYTE_IO:
-                    stream.write(found.getbuffer())
-                else:  # a view would be saved with the whole storage behind it
-                    whole = found.untyped_storage().nbytes() == found.nbytes
-                    views.peak = max(views.peak, views.beside + (0 if whole else found.nbytes))
-                    torch.save(found if whole else found.clone(), stream)
-                del found  # before the next parameter's values come
-                length = stream.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-            views.forget()
-            stream.flush()
-            os.fsync(stream.fileno())
+        try:
+            with (Path(self.path) / name).open("wb") as stream:
+                for item in views.in_turn(plan.items, lambda item: planner.lookup_object(item.index)):
+                    start = stream.tell()
+                    found = planner.resolve_data(item)
+                    if item.type == WriteItemType.BYTE_IO:
+                        stream.write(found.getbuffer())
+                    else:  # a view would be saved with the whole storage behind it
+                        whole = found.untyped_storage().nbytes() == found.nbytes
+                        views.peak = max(views.peak, views.beside + (0 if whole else found.nbytes))
+                        torch.save(found if whole else found.clone(), stream)
+                    del found  # before the next parameter's values come
+                    length = stream.tell() - start
+                    results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                views.forget()
+                stream.flush()
+                os.fsync(stream.fileno())
+        finally:
+            views.finish()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
