@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -362,3 +360,10 @@ def runtime_scope(layout: Layout, seed: int = 0) -> Iterator[Runtime]:
         raise SystemExit(1) from None
     finally:
         shutdown_runtime()
+
+
+def unwrap(model: Any) -> Any:
+    """The model inside the wrappers that hold its gradient buffers (Megatron-Core's DDP), or the model itself."""
+    while not hasattr(model, "decoder") and hasattr(model, "module"):
+        model = model.module
+    return model

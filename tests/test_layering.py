@@ -25,6 +25,7 @@ LEAVES = {
     "settings_data",
     "table",
     "arguments",
+    "precision",
     "config",
     "outputs",
     "preflight",

@@ -10,6 +10,7 @@ import torch
 
 from megatron_lrl.checkpoint.table import OUTPUT_LAYER, Entry, conversion_table
 from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.runtime import unwrap
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 # Routed experts in the local spec (a module each) and in Transformer Engine's (one module, a weight each).
@@ -27,13 +28,6 @@ class Binding:
     entries: tuple[Entry, ...]
     pairs: tuple[tuple[Entry, torch.Tensor], ...]
     tied_head: torch.nn.Parameter | None
-
-
-def unwrap(model: Any) -> Any:
-    """The GPTModel inside DDP and precision wrappers."""
-    while not hasattr(model, "decoder") and hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 def bind(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_lrl.checkpoint import publish
-from megatron_lrl.checkpoint.binding import bind, expert_owner, unwrap
+from megatron_lrl.checkpoint.binding import bind, expert_owner
 from megatron_lrl.checkpoint.carried import stored_tensors
 from megatron_lrl.checkpoint.hf_import import ep_place
 from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
@@ -35,7 +35,8 @@ from megatron_lrl.checkpoint.weights import require_finite
 from megatron_lrl.errors import UserError, writing
 from megatron_lrl.models.build import check_layout
 from megatron_lrl.models.hf_config import Architecture, describe_rope
-from megatron_lrl.runtime import DTYPES, Runtime
+from megatron_lrl.precision import DTYPES
+from megatron_lrl.runtime import Runtime, unwrap
 
 Get = Callable[[torch.Tensor], torch.Tensor]
 

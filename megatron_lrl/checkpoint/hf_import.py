@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_lrl.checkpoint import publish
-from megatron_lrl.checkpoint.binding import Binding, bind, unwrap
+from megatron_lrl.checkpoint.binding import Binding, bind
 from megatron_lrl.checkpoint.lastkv import (
     DEFAULT_GATE_INIT,
     converted,
@@ -32,8 +32,8 @@ from megatron_lrl.checkpoint.weights import load_weights
 from megatron_lrl.errors import UserError, writing
 from megatron_lrl.models.build import check_layout
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
-from megatron_lrl.runtime import DTYPES as RUN_DTYPES
-from megatron_lrl.runtime import Runtime
+from megatron_lrl.precision import DTYPES as RUN_DTYPES
+from megatron_lrl.runtime import Runtime, unwrap
 
 
 def load_hf_weights(

@@ -19,7 +19,7 @@ from megatron_lrl.checkpoint.safetensors_io import DTYPE_NAMES, FileLayout, Tens
 from megatron_lrl.checkpoint.table import Entry, conversion_table, is_gate
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import ATTENTION, Architecture
-from megatron_lrl.runtime import DTYPES as RUN_DTYPES
+from megatron_lrl.precision import DTYPES as RUN_DTYPES
 
 _HISTORY = re.compile(r"\.self_attn\.[kv]_proj\.(weight|bias)$")
 DEFAULT_GATE_INIT = 0.1  # alpha of new gates

@@ -32,7 +32,7 @@ class Manifest:
     """Attributes:
     fingerprint: `Architecture.fingerprint()` of the model.
     architecture: `Architecture.to_dict()`, for people and for messages that name a differing field.
-    dtype: parameter dtype of the stored weights (a key of `runtime.DTYPES`).
+    dtype: parameter dtype of the stored weights (a key of `precision.DTYPES`).
     layout: names, files, dtypes and shapes of the source's tensors.
     """
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_lrl import platform_cpu
-from megatron_lrl.checkpoint.binding import unwrap
 from megatron_lrl.checkpoint.streaming import Live
 from megatron_lrl.checkpoint.weights import require_finite, weights_state_dict
 from megatron_lrl.models.meta import META
-from megatron_lrl.runtime import Runtime
+from megatron_lrl.precision import accumulate_dtype
+from megatron_lrl.runtime import Runtime, unwrap
 
 platform_cpu.install()
 
@@ -114,7 +114,9 @@ class Whole(Live):
                 data = None
                 if sharded:
                     if group.rank() == owner:
-                        data = torch.empty(parameter.shape, dtype=_wide(parameter), device=META)
+                        data = torch.empty(
+                            parameter.shape, dtype=accumulate_dtype(parameter.dtype), device=META
+                        )
                     gather = partial(_whole, shard, kind, parameter, owner, runtime)
                     self._turns.append((None if data is None else _storage(data), gather))
                 elif group.rank() == owner and shard is not None:
@@ -165,7 +167,12 @@ def saving_bytes(model: Any, runtime: Runtime) -> int:
     Twice where optimizer shards are put together: one parameter waits to be written while the next comes.
     """
     largest = max(
-        (p.numel() * _wide(p).itemsize for p in unwrap(model).parameters() if p.requires_grad), default=0
+        (
+            p.numel() * accumulate_dtype(p.dtype).itemsize
+            for p in unwrap(model).parameters()
+            if p.requires_grad
+        ),
+        default=0,
     )
     return largest * (2 if runtime.groups.dp_cp.size() > 1 else 1)
 
@@ -255,10 +262,6 @@ def _kinds(parameter: torch.Tensor) -> tuple[str, ...]:
     return (*MOMENTS, MASTER) if parameter.dtype.itemsize == 2 else MOMENTS
 
 
-def _wide(parameter: torch.Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
 def _replicas(parameter: torch.Tensor, runtime: Runtime) -> Any:
     """The ranks that hold the same parameter: dp and cp, or those with the same experts (Megatron-Core's mark)."""
     return runtime.groups.dp_cp if getattr(parameter, "allreduce", True) else runtime.groups.expt_dp
@@ -266,7 +269,7 @@ def _replicas(parameter: torch.Tensor, runtime: Runtime) -> Any:
 
 def _initial(parameter: torch.Tensor, kind: str) -> torch.Tensor:
     """What a load starts from; rows that pad the vocabulary in one layout only keep it."""
-    shape, dtype = parameter.shape, _wide(parameter)
+    shape, dtype = parameter.shape, accumulate_dtype(parameter.dtype)
     return parameter.detach().to("cpu", dtype) if kind == MASTER else torch.zeros(shape, dtype=dtype)
 
 
@@ -290,7 +293,7 @@ def _whole(
     of it survives, the sign of a zero included.
     """
     group = _replicas(parameter, runtime)
-    whole = torch.zeros(parameter.numel(), dtype=_wide(parameter), device=runtime.device)
+    whole = torch.zeros(parameter.numel(), dtype=accumulate_dtype(parameter.dtype), device=runtime.device)
     if shard is not None:
         whole[shard.start : shard.end] = shard.tensor(kind)
     if group.size() > 1:

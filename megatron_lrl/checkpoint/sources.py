@@ -37,7 +37,7 @@ from megatron_lrl.checkpoint.table import (
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.conversion import Sliceable
 from megatron_lrl.models.hf_config import Architecture
-from megatron_lrl.runtime import DTYPES as RUN_DTYPES
+from megatron_lrl.precision import DTYPES as RUN_DTYPES
 
 BLOCK = 128  # rows and columns that share an FP8 scale
 _SCALE = "_scale_inv"
@@ -115,7 +115,7 @@ class Sources:
         return FileLayout(tuple(tensors), kept.indexed, metadata, totals)
 
     def dtype(self) -> str:
-        """The narrowest parameter dtype (a key of `runtime.DTYPES`) that holds the model's tensors exactly.
+        """The narrowest parameter dtype (a key of `precision.DTYPES`) that holds the model's tensors exactly.
 
         Those that the model keeps in float32 anyway have no say.
         """

@@ -20,15 +20,15 @@ from torch.futures import Future
 from tqdm import tqdm
 
 from megatron_lrl import platform_cpu
-from megatron_lrl.checkpoint.binding import unwrap
 from megatron_lrl.checkpoint.unpickling import UNREADABLE, reading_checkpoint
 from megatron_lrl.checkpoint.weights import FAILURES, weights_state_dict
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.build import PolicyModel, build_model
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.models.meta import META, OnMeta
+from megatron_lrl.precision import Precision
 from megatron_lrl.reading import failures_of
-from megatron_lrl.runtime import Runtime
+from megatron_lrl.runtime import Runtime, unwrap
 
 platform_cpu.install()
 
@@ -64,7 +64,7 @@ Values = Callable[[torch.Tensor], torch.Tensor]  # a parameter of the meta model
 def build_meta_model(arch: Architecture, runtime: Runtime, dtype: torch.dtype) -> PolicyModel:
     """This rank's stage of the model without storage. Raises `UserError` as `build_model`."""
     with OnMeta():
-        return build_model(arch, replace(runtime, device=META), dtype)
+        return build_model(arch, replace(runtime, device=META), Precision(dtype))
 
 
 def save_streamed(model: torch.nn.Module, directory: Path, runtime: Runtime, values: Values) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from megatron_lrl import platform_cpu
-from megatron_lrl.checkpoint.binding import unwrap
 from megatron_lrl.checkpoint.unpickling import reading_checkpoint
 from megatron_lrl.errors import UserError
-from megatron_lrl.runtime import Runtime
+from megatron_lrl.runtime import Runtime, unwrap
 
 platform_cpu.install()
 

@@ -115,13 +115,13 @@ class Recorder:
         # One row more than the longest response has, for what finished branches were fed on.
         shape = (len(lengths), longest + 1, len(layers), moe.top_k)
         expert = torch.zeros(shape, dtype=torch.int64, device=runtime.device)
-        weight = torch.zeros(shape, dtype=run.wide, device=runtime.device)
+        weight = torch.zeros(shape, dtype=run.precision.accumulation, device=runtime.device)
         for layer, parts in self._parts.items():
             rows = [torch.cat(columns) for columns in zip(*parts, strict=True)]
             mine_n = (rows[0] >= first) & (rows[0] < first + len(lengths))
             response_n, token_n, expert_nk, weight_nk = (x[mine_n] for x in rows)
             place = (response_n - first, token_n.clamp(max=longest), layers.index(layer))
-            expert[place], weight[place] = expert_nk, weight_nk.to(run.wide)
+            expert[place], weight[place] = expert_nk, weight_nk.to(run.precision.accumulation)
             rest = [x[~mine_n] for x in rows]
             self._parts[layer] = [(rest[0], rest[1], rest[2], rest[3])]
         groups = runtime.groups

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_lrl.layers.layout import TokenLayout
 from megatron_lrl.layers.sequence import SequenceState
 from megatron_lrl.layers.together import Together
+from megatron_lrl.runtime import unwrap
 
 Head = Callable[..., Tensor]
 """Called on the last stage as ``head(hidden_smh, layout, model)``: turns final hidden states into the output.
@@ -105,7 +106,7 @@ def advance(
     caller feeds one round at a time (`split_rounds`) and settles the state between them.
     """
     state.check_open()
-    core = model.module if hasattr(model, "module") else model
+    core = unwrap(model)
     lengths = [len(branch) for branch in tokens]
     if len(lengths) != state.branches or not sum(lengths):
         raise ValueError(f"expected tokens for {state.branches} branches, got lengths {lengths}")

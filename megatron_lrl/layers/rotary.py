@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from megatron_lrl.layers.rope_spec import RopeSpec
+from megatron_lrl.precision import accumulate_dtype
 
 
 class PositionRotaryEmbedding(RotaryEmbedding):
@@ -23,7 +24,7 @@ class PositionRotaryEmbedding(RotaryEmbedding):
 
     def __init__(self, rope: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
         torch.nn.Module.__init__(self)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = accumulate_dtype(dtype)
         inv_freq, _ = rope.inv_freq(wide)
         self.inv_freq = inv_freq.to(device)
         self.rotary_interleaved = rope.interleaved

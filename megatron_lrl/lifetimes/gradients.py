@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_lrl.layers.kinds import KINDS
 from megatron_lrl.lifetimes.optim import gradient_buffers
-from megatron_lrl.runtime import Runtime
+from megatron_lrl.runtime import Runtime, unwrap
 
 
 def _groups() -> tuple[tuple[str, str], ...]:
@@ -63,7 +63,7 @@ def compare_gradients(
     # Index 0: dense parameters, 1: experts. a.b, a.a, b.b, (a-b).(a-b)
     sums = torch.zeros(2, len(kinds), 4, dtype=torch.float64)
     largest = torch.zeros(len(kinds), dtype=torch.float64)
-    experts = {name for name, parameter in model.module.named_parameters() if is_expert(parameter)}
+    experts = {name for name, parameter in unwrap(model).named_parameters() if is_expert(parameter)}
     for name, gradient in _owned(model):
         a, b = gradient.double(), reference[name].double()
         difference = a - b
@@ -105,7 +105,7 @@ def _owned(model: Any) -> Iterator[tuple[str, Tensor]]:
     Under the distributed optimizer each rank has reduced only its shard of every bucket.
     """
     shards = _shards(model) if model.ddp_config.use_distributed_optimizer else None
-    for name, parameter in model.module.named_parameters():
+    for name, parameter in unwrap(model).named_parameters():
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
             gradient = parameter.main_grad.flatten()
             yield name, gradient if shards is None else gradient[shards[parameter]]

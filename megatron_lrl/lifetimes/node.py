@@ -23,10 +23,10 @@ import torch
 
 from megatron_lrl.layers.advance import split_rounds
 from megatron_lrl.layers.sequence import SequenceState
-from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.passes.sweep import Terms, TokenRun, feed, sweep
+from megatron_lrl.precision import accumulate_dtype
 
 
 class NodePhase(Enum):

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from megatron_lrl.experts.recorded import ReplayRouting
 from megatron_lrl.layers.advance import split_rounds
-from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.ledger import SavedBytes
 from megatron_lrl.lifetimes.node import Node, SharedTokens
 from megatron_lrl.lifetimes.work import Batch, Branch, Shared, Work
 from megatron_lrl.models.head import LogprobHead, Targets, logits_rows
 from megatron_lrl.passes.schedule import from_last_stage, sum_over_cp
 from megatron_lrl.passes.sweep import TokenRun, feed, sweep
+from megatron_lrl.precision import accumulate_dtype
 
 Scores = tuple[Tensor, Tensor]
 """(logprob_R, entropy_R) of a branch's tokens, float32 (float64 for float64), on the CPU; 0 where nothing is scored."""
@@ -135,7 +135,9 @@ class _Pass:
     def scores(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Branch, Scores]]:
         """The (values [2, S], index [S]) of each part, found on the last stage, by branch and on every rank."""
         runtime = self.run.runtime
-        full_2N = torch.zeros(2, self.targets.tokens, dtype=self.run.wide, device=runtime.device)
+        full_2N = torch.zeros(
+            2, self.targets.tokens, dtype=self.run.precision.accumulation, device=runtime.device
+        )
         for values_2S, index_S in parts:
             full_2N[:, index_S] = values_2S
         full_2N = from_last_stage(sum_over_cp(full_2N, runtime), runtime).cpu()

@@ -8,10 +8,10 @@ from itertools import pairwise
 from megatron_lrl.layers.advance import token_layout
 from megatron_lrl.layers.kind import Capture, Place
 from megatron_lrl.layers.kinds import kinds_of
-from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.layers.softmax.kv import grown_capacity
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.run import Run
+from megatron_lrl.precision import accumulate_dtype
 
 
 class Room:

@@ -25,7 +25,8 @@ from megatron_lrl.lifetimes.ledger import Ledger, bytes_by_part
 from megatron_lrl.lifetimes.optim import gradient_buffers
 from megatron_lrl.models.build import PolicyModel
 from megatron_lrl.models.hf_config import Architecture
-from megatron_lrl.runtime import Runtime
+from megatron_lrl.precision import Precision
+from megatron_lrl.runtime import Runtime, unwrap
 from megatron_lrl.settings import Config
 
 
@@ -90,15 +91,13 @@ class Run:
     lockstep: Agreement | None = None  # where experts are shared by several dp replicas
     routing: RoutingTotals = field(default_factory=RoutingTotals)  # of the window
 
-    @property
-    def wide(self) -> torch.dtype:
-        """Dtype of log-probabilities and reductions: float32, or float64 for a float64 model."""
-        return torch.float64 if self.config.model.dtype == "float64" else torch.float32
+    core = staticmethod(unwrap)
+    """The model without its DDP wrapper."""
 
-    @staticmethod
-    def core(model: Any) -> PolicyModel:
-        """The model without its DDP wrapper."""
-        return model.module if hasattr(model, "module") else model
+    @property
+    def precision(self) -> Precision:
+        """What the model computes in."""
+        return Precision.of(self.config)
 
     def identity(self, prefix_ids: Sequence[int], version: int | None = None) -> Identity:
         """What a prefix of these tokens would be captured for, now (or at another model version)."""
@@ -112,8 +111,7 @@ class Run:
             count=len(prefix_ids),
             attention=describe_attention(self.arch),
             rope=str(self.arch.rope.to_dict()),
-            precision=self.config.model.dtype
-            + (", float32 residuals" if core.config.fp32_residual_connection else ""),
+            precision=str(self.precision),
             routing=routing_policy(self.arch, self.config),
             layout=f"tp{layout.tp} cp{layout.cp} pp{layout.pp} ep{layout.ep} sp{int(core.config.sequence_parallel)}",
         )

@@ -18,7 +18,8 @@ from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.kinds import KINDS, kinds_of
 from megatron_lrl.layers.moe import kind as moe
 from megatron_lrl.models.layout_check import check_layout
-from megatron_lrl.runtime import DTYPES, Layout, Runtime
+from megatron_lrl.precision import Precision
+from megatron_lrl.runtime import Layout, Runtime
 from megatron_lrl.settings import Config
 
 platform_cpu.install()
@@ -46,14 +47,11 @@ def use_transformer_engine() -> bool:
 def transformer_config(
     arch: Architecture,
     layout: Layout,
-    dtype: torch.dtype,
+    precision: Precision,
     sequence_parallel: bool | None = None,
-    residual_dtype: torch.dtype | None = None,
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture in this layout."""
     check_layout(arch, layout)
-    # Megatron-Core's setting casts to float32 whatever the model: it is for narrower models alone.
-    wide_residual = residual_dtype == torch.float32 and dtype == torch.bfloat16
     if arch.moe is not None and layout.tp > 1 and sequence_parallel is False:
         raise UserError(
             f"parallel.sequence_parallel = false: with experts and parallel.tp = {layout.tp} each tp rank routes "
@@ -78,10 +76,7 @@ def transformer_config(
         rotary_interleaved=arch.rope.interleaved,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=torch.float32 if wide_residual else dtype,
-        fp32_residual_connection=wide_residual,
-        bf16=dtype == torch.bfloat16,
+        **precision.settings(),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
@@ -184,22 +179,19 @@ class PolicyModel(GPTModel):
 def build_model(
     arch: Architecture,
     runtime: Runtime,
-    dtype: torch.dtype,
+    precision: Precision,
     sequence_parallel: bool | None = None,
-    residual_dtype: torch.dtype | None = None,
 ) -> PolicyModel:
-    """This rank's stage of the model, uninitialised parameters of ``dtype`` on the runtime's device.
+    """This rank's stage of the model, uninitialised parameters on the runtime's device.
 
-    ``sequence_parallel``: None turns it on whenever tp > 1. ``residual_dtype``: of the stream between layers and
-    stages; None is ``dtype``, float32 has an effect in a bfloat16 model. Raises `UserError` if the layout does not fit
-    the model.
+    ``sequence_parallel``: None turns it on whenever tp > 1. Raises `UserError` if the layout does not fit the model.
     """
     if arch.attention_output_bias and use_transformer_engine():
         raise UserError(
             "attention_bias = true: a bias on the attention output projection is not supported with "
             "Transformer Engine"
         )
-    config = transformer_config(arch, runtime.layout, dtype, sequence_parallel, residual_dtype)
+    config = transformer_config(arch, runtime.layout, precision, sequence_parallel)
     model = PolicyModel(
         arch,
         config,
@@ -216,6 +208,4 @@ def build_model(
 
 def configured_model(config: Config, arch: Architecture, runtime: Runtime) -> PolicyModel:
     """`build_model` with a run's dtypes and sequence parallelism."""
-    dtype = DTYPES[config.model.dtype]
-    residual_dtype = None if config.model.residual_dtype == "model" else DTYPES[config.model.residual_dtype]
-    return build_model(arch, runtime, dtype, config.parallel.sequence_parallel, residual_dtype)
+    return build_model(arch, runtime, Precision.of(config), config.parallel.sequence_parallel)

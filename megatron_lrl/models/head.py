@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_lrl.layers.exchange import gather_tokens
 from megatron_lrl.layers.layout import TokenLayout
+from megatron_lrl.precision import accumulate_dtype
 from megatron_lrl.settings import Config
 
 LOGITS_BYTES = 2**27
@@ -60,7 +61,7 @@ def local_logits(
     hidden_nH: Tensor, weight_vH: Tensor, vocab_size: int, tp_rank: int, temperature: float
 ) -> Tensor:
     """[n, v] logits / temperature in the accumulation dtype; columns beyond the true vocabulary are -inf."""
-    wide = torch.float64 if weight_vH.dtype == torch.float64 else torch.float32
+    wide = accumulate_dtype(weight_vH.dtype)
     logits_nv = (hidden_nH @ weight_vH.t()).to(wide)
     if temperature != 1.0:
         logits_nv = logits_nv / temperature
@@ -120,7 +121,7 @@ class _PolicyLogprobs(torch.autograd.Function):
             entropies.append(lse - sums[1] / sums[0])
             normalisers.append(lse)
             del logits, p  # or they stand beside the next rows'
-        wide = torch.float64 if weight_vH.dtype == torch.float64 else torch.float32
+        wide = accumulate_dtype(weight_vH.dtype)
         empty = hidden_nH.new_empty(0, dtype=wide)
         logprob_n, entropy_n, lse_n = (
             torch.cat(parts) if parts else empty for parts in (logprobs, entropies, normalisers)

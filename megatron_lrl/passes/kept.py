@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_lrl.layers.advance import Tokens, advance, token_layout
 from megatron_lrl.layers.sequence import SequenceState
 from megatron_lrl.lifetimes.ledger import SavedBytes
+from megatron_lrl.runtime import unwrap
 
 
 class KeptGraphs:
@@ -52,7 +53,7 @@ class KeptGraphs:
 
         ``agree``: the largest of some bytes over the ranks that share the prompt. Returns the output, without a graph.
         """
-        core = model.module if hasattr(model, "module") else model
+        core = unwrap(model)
         layout = token_layout(core, state, [len(tokens)])
         again = state.before(number)
         with torch.enable_grad(), self._meter.measure():

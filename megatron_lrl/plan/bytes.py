@@ -21,7 +21,6 @@ from megatron_lrl.layers.advance import token_layout
 from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.kind import Capture, Place
 from megatron_lrl.layers.kinds import kinds_of
-from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.lifetimes.ledger import Ledger, process_bytes
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.prompt import PromptGroup
@@ -30,6 +29,7 @@ from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.build import configured_model
 from megatron_lrl.plan.graphs import Graphs, Work
 from megatron_lrl.plan.world import PlannedRuntime, planned_world, rehearsal
+from megatron_lrl.precision import accumulate_dtype
 from megatron_lrl.runtime import Layout
 from megatron_lrl.settings import Config
 
@@ -145,7 +145,7 @@ class Plan:
             refilled=self.refilled(work.prompt, contract),
             saving=saving_bytes(self.run.model, self.run.runtime) if self.run.optimizer is not None else 0,
             libraries=self.run.ledger.libraries,
-            gradient_file=gradient_file_bytes(self.run.arch, self.run.wide),
+            gradient_file=gradient_file_bytes(self.run.arch, self.run.precision.accumulation),
             decoding=0 if recorded else self.decoding(work),
         )
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lrl import platform_cpu
-from megatron_lrl.runtime import Layout, Runtime, check_world, model_parallel_groups, shutdown_runtime
+from megatron_lrl.runtime import Layout, Runtime, check_world, model_parallel_groups, shutdown_runtime, unwrap
 
 platform_cpu.install()
 
@@ -136,7 +136,7 @@ def _one_stage(in_flight: int) -> Callable[..., list[Any]]:
         *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any
     ) -> list[Any]:
         stage = model[0]
-        core = stage.module if hasattr(stage, "module") else stage
+        core = unwrap(stage)
         held: deque[Tensor] = deque()
         backward = any(kind.adjoint_in_backward for kind in kinds_of(core.arch))
         hook = core.register_forward_pre_hook(_receive, with_kwargs=True)

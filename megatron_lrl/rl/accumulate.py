@@ -168,7 +168,7 @@ def accumulate(
     run, config = window.run, window.run.config
     if window.phase is WindowPhase.OPEN:  # else it starts over, and knows them
         window.fix(plan.local_keys, plan.nbytes)
-    merged: dict[str, Tensor] = _no_tokens(run.wide, config.loss, run.runtime.device)
+    merged: dict[str, Tensor] = _no_tokens(run.precision.accumulation, config.loss, run.runtime.device)
     bar = tqdm(
         total=len(plan.local_keys), desc=f"replay, {contract or config.prefix.contract}", unit="resp",
         leave=False, delay=2, disable=quiet or not run.runtime.is_main,

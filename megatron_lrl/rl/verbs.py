@@ -323,8 +323,8 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
         }
         # safetensors holds strings alone
         metadata = {"format": "pt", **GRADIENT, **{name: str(value) for name, value in told.items()}}
-        dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
-        run.ledger.output = write_hf_file(run.model, run.arch, out, runtime, dtype=dtype, metadata=metadata)
+        wide = run.precision.accumulation
+        run.ledger.output = write_hf_file(run.model, run.arch, out, runtime, dtype=wide, metadata=metadata)
         if runtime.is_main:
             nbytes = {"run": run.ledger.run, **run.ledger.peak, "output": run.ledger.output}
             print(json.dumps({**told, "bytes": nbytes, "out": str(out)}), flush=True)

@@ -12,6 +12,7 @@ from megatron_lrl.checkpoint.hf_import import import_checkpoint, load_checkpoint
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.build import build_model
 from megatron_lrl.models.hf_config import read_architecture
+from megatron_lrl.precision import Precision
 from megatron_lrl.runtime import Layout, Runtime, runtime_scope
 
 
@@ -53,7 +54,7 @@ def load_both_ways(world: World, cases: list[tuple[str, str]]) -> list[dict[str,
             arch = read_architecture(hf_dir)
             loaded = []
             for load, source in ((load_hf_weights, hf_dir), (load_checkpoint_weights, ckpt_dir)):
-                model = build_model(arch, runtime, torch.float32)
+                model = build_model(arch, runtime, Precision(torch.float32))
                 held = {**dict(model.named_parameters()), **_stored_buffers(model)}
                 for tensor in held.values():
                     tensor.data.fill_(float("nan"))  # whatever stays unfilled shows
@@ -68,7 +69,7 @@ def write_gradients(world: World, hf_dir: str, path: str) -> list[str]:
     """Gives every parameter the gradient 2 x its value and writes the gradient file; returns local names."""
     with runtime_scope(_layout(world)) as runtime:
         arch = read_architecture(hf_dir)
-        model = build_model(arch, runtime, torch.float32)
+        model = build_model(arch, runtime, Precision(torch.float32))
         load_hf_weights(model, arch, hf_dir, runtime)
         for parameter in model.parameters():
             parameter.grad = 2 * parameter.detach()
@@ -91,7 +92,9 @@ def refused(world: World, cases: list[tuple[str, str, str]]) -> list[str]:
                     export_checkpoint(source, target, runtime)
                 else:
                     arch = read_architecture(source)
-                    load_checkpoint_weights(build_model(arch, runtime, torch.float32), arch, target, runtime)
+                    load_checkpoint_weights(
+                        build_model(arch, runtime, Precision(torch.float32)), arch, target, runtime
+                    )
             except UserError as error:
                 messages.append(str(error))
             else:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from harness import World
 
-from megatron_lrl.checkpoint.binding import unwrap
 from megatron_lrl.checkpoint.hf_export import export_checkpoint, gather_hf_tensors
 from megatron_lrl.checkpoint.optimizer_state import saving_bytes
 from megatron_lrl.checkpoint.training import latest_training, load_training, save_training, training_path
@@ -24,7 +23,7 @@ from megatron_lrl.config import load_config
 from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.open import open_run
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.runtime import Layout, Runtime, runtime_scope
+from megatron_lrl.runtime import Layout, Runtime, runtime_scope, unwrap
 
 SETTINGS = """
 [model]

@@ -22,6 +22,7 @@ from megatron_lrl.errors import UserError
 from megatron_lrl.layers.kinds import describe_attention
 from megatron_lrl.models.build import build_model
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, architecture_from_dict
+from megatron_lrl.precision import Precision
 from megatron_lrl.runtime import Layout, runtime_scope
 
 
@@ -132,7 +133,7 @@ def test_gates_are_in_the_table_and_in_the_model_with_the_key_only(family: str) 
 
     with runtime_scope(Layout()) as runtime:
         for arch, table in ((plain, before), (lastkv, after)):
-            bound = bind(build_model(arch, runtime, torch.float32), arch)
+            bound = bind(build_model(arch, runtime, Precision(torch.float32)), arch)
             assert [entry.name for entry, _ in bound.pairs] == [entry.name for entry in table]
             shapes = {tuple(parameter.shape) for entry, parameter in bound.pairs if is_gate(entry.name)}
             assert shapes == (set() if arch is plain else {(4,)})

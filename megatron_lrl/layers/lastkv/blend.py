@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.layers.softmax.segment import Adjoint, Block
+from megatron_lrl.precision import accumulate_dtype
 
 
 class _Blend(torch.autograd.Function):
@@ -31,7 +32,7 @@ class _Blend(torch.autograd.Function):
     def backward(ctx: Any, dx_bhtd: Tensor) -> tuple[Any, ...]:
         alpha_h, *saved = ctx.saved_tensors
         own, last = ctx.resident or saved
-        wide = torch.float64 if dx_bhtd.dtype == torch.float64 else torch.float32
+        wide = accumulate_dtype(dx_bhtd.dtype)
         dx, alpha = dx_bhtd.to(wide), alpha_h.view(1, -1, 1, 1).to(wide)
         dalpha_h = (dx * (last.to(wide) - own.to(wide))).sum((0, 2, 3)).to(alpha_h.dtype)
         dlast = dx * alpha

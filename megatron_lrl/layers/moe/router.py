@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 
 from megatron_lrl.layers.architecture import MoESpec
+from megatron_lrl.precision import accumulate_dtype
 
 
 class RoutingHook(Protocol):
@@ -63,7 +64,7 @@ class PolicyRouter(Router):
     def gating(self, input: Tensor) -> Tensor:
         """[..., H] -> logits [n, E] in the activation dtype, wide where the family keeps the router wide."""
         hidden_nH = input.reshape(-1, input.shape[-1])
-        dtype = _wide(hidden_nH) if self.spec.wide_router else hidden_nH.dtype
+        dtype = accumulate_dtype(hidden_nH.dtype) if self.spec.wide_router else hidden_nH.dtype
         return F.linear(hidden_nH.to(dtype), self.weight.to(dtype))
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ class PolicyRouter(Router):
     def scores(self, logits_nE: Tensor) -> Tensor:
         """Each expert's score for each token, wide."""
         if self.spec.score == "softmax":
-            return logits_nE.softmax(-1, dtype=_wide(logits_nE))
+            return logits_nE.softmax(-1, dtype=accumulate_dtype(logits_nE.dtype))
         return logits_nE.sigmoid()
 
     def choose(self, scores_nE: Tensor) -> Tensor:
@@ -107,7 +108,3 @@ class PolicyRouter(Router):
             total_n1 = weight_nk.sum(-1, keepdim=True)
             weight_nk = weight_nk / (total_n1 if self.spec.score == "softmax" else total_n1 + 1e-20)
         return weight_nk if self.spec.scale == 1.0 else weight_nk * self.spec.scale
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

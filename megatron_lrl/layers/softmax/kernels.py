@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.layers.softmax import tiled
-from megatron_lrl.layers.softmax.tiled import accumulate_dtype
+from megatron_lrl.precision import accumulate_dtype
 
 _TILE_BYTES = {"cpu": 1 << 20}
 """Scores of one tile by device: on a CPU they stay in the cache of one core (measured best between 256 KiB and 8 MiB,
@@ -128,4 +128,4 @@ def constant_backward(
     return dq.mul_(scale).view(q_nqsd.shape)
 
 
-__all__ = ["accumulate_dtype", "attend", "attend_backward", "constant_backward"]
+__all__ = ["attend", "attend_backward", "constant_backward"]

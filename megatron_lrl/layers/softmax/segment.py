@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_lrl.layers.exchange import gather_tokens, group_size, return_partials, sum_to_owner
 from megatron_lrl.layers.layout import NEW, BlockShape, Task, TokenLayout
 from megatron_lrl.layers.softmax import kernels
+from megatron_lrl.precision import accumulate_dtype
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_mHd, k_mhd, v_mhd, layout, tasks, blocks, scale, cp_group, *live):
-        wide = kernels.accumulate_dtype(q_mHd.dtype)
+        wide = accumulate_dtype(q_mHd.dtype)
         (q_hMgd,) = _gather_by_head([q_mHd], k_mhd.shape[1], cp_group)
         g = q_hMgd.shape[2]
         first_is_all = _first_covers(tasks, q_hMgd)

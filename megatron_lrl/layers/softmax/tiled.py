@@ -13,10 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 where the input is: nothing is rounded below it on the way."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from megatron_lrl.precision import accumulate_dtype
 
 
 def _scores(q_nqsd: Tensor, k_nqtd: Tensor, start: int, causal: bool, scale: float) -> Tensor:

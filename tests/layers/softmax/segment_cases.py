@@ -17,8 +17,8 @@ from oracle.dense_attention import dense_attention
 from torch import Tensor
 
 from megatron_lrl.layers.layout import TokenLayout
-from megatron_lrl.layers.softmax.kernels import accumulate_dtype
 from megatron_lrl.layers.softmax.segment import Adjoint, Block, segment_attention
+from megatron_lrl.precision import accumulate_dtype
 
 DTYPES = {
     "float64": torch.float64,

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lrl.layers.softmax import kernels, tiled
+from megatron_lrl.precision import accumulate_dtype
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention": (
@@ -90,7 +91,7 @@ def test_cuda_tensors_reach_the_kernel_that_takes_them(
         # Where another test installed the CPU platform, factories read "cuda" as "cpu".
         monkeypatch.setattr(torch, name, getattr(getattr(torch, name), "__wrapped__", getattr(torch, name)))
     monkeypatch.setattr(kernels, "_ampere", lambda _: capability >= (8, 0))
-    wide = kernels.accumulate_dtype(dtype)
+    wide = accumulate_dtype(dtype)
     with FakeTensorMode(), Called() as called:
         q = torch.empty(2, 3, s, head_dim, dtype=dtype, device="cuda")
         k = torch.empty(2, 1, t, head_dim, dtype=dtype, device="cuda").expand(-1, 3, -1, -1)
@@ -127,7 +128,7 @@ def test_tiles_equal_the_reference(
     merged_lse = lse + 0.5
     theirs = reference.attend_backward(*exact, o, merged_lse, causal, 0.3)
     ours = tiled.attend_backward(do, q, k, v, o.to(dtype), merged_lse.to(found_lse.dtype), causal, 0.3, tile)
-    assert found.dtype == dtype and found_lse.dtype == kernels.accumulate_dtype(dtype)
+    assert found.dtype == dtype and found_lse.dtype == accumulate_dtype(dtype)
     floor = float(do.double().norm())  # where a query sees one key only, dq and dk are zero
     for name, mine, other in zip(
         ("o", "lse", "dq", "dk", "dv"), (found, found_lse, *ours), (o, lse, *theirs), strict=True

@@ -18,6 +18,7 @@ from oracle import dense_attention as reference
 from torch import Tensor
 
 from megatron_lrl.layers.softmax import kernels
+from megatron_lrl.precision import accumulate_dtype
 
 # Relative L2. float64: a few hundred roundings of 1.1e-16. float32: of 6e-8, over up to 1,025 keys. bfloat16 keeps 8
 # significant bits, u = 2^-8: probabilities, the output and each gradient are rounded once each (and dO, O enter delta
@@ -67,7 +68,7 @@ def test_causal_runs_with_stride_0_keys(dtype: torch.dtype, length: int, g: int,
     for module in (kernels, reference):
         ours, ours_lse = module.attend(q, k, v, True, 0.25)
         assert ours.dtype == dtype
-        assert ours_lse.dtype == kernels.accumulate_dtype(dtype)
+        assert ours_lse.dtype == accumulate_dtype(dtype)
         check(ours, o, dtype, "o")
         check(ours_lse, lse, dtype, "lse")
         # The floor: where a query sees one key only, dq and dk are zero and only rounding is left.
@@ -84,7 +85,7 @@ def test_parts_merge_to_the_whole_forward_and_backward(
 ) -> None:
     q, k, v, do = inputs(1, 2, 2, s, t + 3, 32, dtype, device)
     o, lse, dq, dk, dv = truth(q, k, v, do, False, 0.2)
-    wide = kernels.accumulate_dtype(dtype)
+    wide = accumulate_dtype(dtype)
     for module in (kernels, reference):
         total = torch.zeros_like(dq)
         partial = [
@@ -112,7 +113,7 @@ def test_the_backward_of_constant_keys_gives_the_same_dq(
     monkeypatch.setitem(kernels._TILE_BYTES, device, tile_bytes)  # 1: the smallest tile, TILE keys
     q, k, v, do = inputs(2, 3, 3, s, t, 16, dtype, device)
     o, lse, dq, _, _ = truth(q, k, v, do, False, 0.25)
-    wide = kernels.accumulate_dtype(dtype)
+    wide = accumulate_dtype(dtype)
     ours = kernels.constant_backward(do, q, k, v, o.to(dtype), lse.to(wide), 0.25)
     assert ours.dtype == wide
     check(ours, dq, dtype, "dq", floor=float(do.double().norm()))
