@@ -16,28 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ONE, World, run_world
+from harness import ONE, WORLDS, World, run_world
 from layers.lastkv.tiny import write_lastkv
 from oracle import hf_oracle
 from oracle.compare import compare_tensors, max_difference
 from oracle.trajectories import Group
 from safetensors.torch import load_file
 
-SLOW = [
-    World(tp=2),
-    World(cp=2),
-    World(pp=2),
-    World(dp=2),
-    World(tp=2, cp=2),
-    World(tp=2, pp=2),
-    World(cp=2, pp=2),
-]
-WORLDS = [
-    ONE,
-    World(tp=2, cp=2, pp=2),
-    World(cp=2, dp=2),
-    *(pytest.param(w, marks=pytest.mark.slow) for w in SLOW),
-]
 PROMPT, TURN = 23, (9, 7, 6)  # tokens of the prompt and of each shared turn
 
 
