@@ -39,7 +39,8 @@ def process_peak() -> int:
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # Linux moves its mark when memory is given back, so what is held now may lie above it.
+    return max(process_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -150,5 +151,5 @@ class Ledger:
             values["bytes/allocator_peak"] = float(torch.cuda.max_memory_allocated())
         else:
             values["bytes/process"] = float(process_bytes())
-            values["bytes/process_peak"] = float(process_peak())
+            values["bytes/process_peak"] = max(float(process_peak()), values["bytes/process"])
         return values
