@@ -1,4 +1,4 @@
-"""Claim: imports point one way, every room has a README, no file has two subjects' length.
+"""Claim: imports point one way, every room has a README that names its files, no file has two subjects' length.
 
 Why the tests show it: every import statement of the package, also those inside functions and under
 TYPE_CHECKING, is read from the syntax tree and held against one table; the reader itself is tried on seeded
@@ -9,6 +9,7 @@ Not shown: imports by a computed name (`importlib.import_module(variable)`), whe
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -236,7 +237,13 @@ def rooms() -> list[Path]:
 def test_every_room_has_a_readme(folder: Path) -> None:
     readme = folder / "README.md"
     assert readme.exists(), f"{folder.name} has no README.md"
-    assert len(readme.read_text()) > 200, f"{folder.name}/README.md says nothing yet"
+    text = readme.read_text()
+    assert len(text) > 200, f"{folder.name}/README.md says nothing yet"
+    if not folder.is_relative_to(PACKAGE):
+        return
+    named, here = set(re.findall(r"`(\w+\.py)`", text)), {path.name for path in folder.glob("*.py")}
+    assert here - named <= {"__init__.py"}, f"{readme} does not name {sorted(here - named)}"
+    assert named <= here, f"{readme} names {sorted(named - here)}, which are not here"
 
 
 def test_the_tests_readme_names_every_folder() -> None:
