@@ -25,21 +25,20 @@ def world(text: str) -> int:
 
 def share(text: str) -> float:
     """A number between 0 and 1 from the command line."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number > 0 and < 1")
-    return value
+    return _between(text, 1, "a number > 0 and < 1")
 
 
 def positive(text: str) -> float:
     """A number above 0 from the command line."""
+    return _between(text, math.inf, "a positive number")
+
+
+def _between(text: str, most: float, what: str) -> float:
+    """A number above 0 and below ``most``."""
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        value = math.nan
+    if not 0 < value < most:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not {what}")
     return value

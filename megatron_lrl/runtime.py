@@ -15,10 +15,11 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -116,6 +117,11 @@ class Runtime(World):
 
     layout: Layout
     groups: Any  # megatron.core ProcessGroupCollection
+
+    def in_order(self, mine: Sequence[tuple[int, T]]) -> list[T]:
+        """What the replicas made of their items, each given with its place, in the order of places on every rank."""
+        everyone = self.gather_objects(list(mine) if self.is_replica_leader else [])
+        return [value for _, value in sorted(chain.from_iterable(everyone), key=lambda item: item[0])]
 
     @property
     def dp(self) -> int:

@@ -36,6 +36,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, default=512, metavar="N")
 
 
+def options_of(doc: str | None, **numbers: tuple[int, str, str]) -> argparse.ArgumentParser:
+    """A parser with the shape of the random model and whole numbers: name=(default, letter, help)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    for name, (default, letter, text) in numbers.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=default,
+            metavar=letter,
+            help=f"{text} (default {default})",
+        )
+    return parser
+
+
 def write_model(folder: Path, options: argparse.Namespace, positions: int) -> None:
     """A random llama as a Hugging Face directory, with transformers' initialisation."""
     from transformers import LlamaConfig, LlamaForCausalLM

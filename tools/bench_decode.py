@@ -18,24 +18,22 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from bench_common import add_model_arguments, write_model
+from bench_common import options_of, write_model
 
 from megatron_lrl.config import load_config
 from megatron_lrl.runtime import Layout, runtime_scope
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_model_arguments(parser)
-    parser.add_argument("--prompt", type=int, default=512, metavar="P", help="prompt tokens (default 512)")
-    parser.add_argument("--response", type=int, default=16, metavar="R", help="new tokens (default 16)")
-    parser.add_argument("--groups", type=int, default=8, metavar="N", help="groups (default 8)")
-    parser.add_argument("--group", type=int, default=4, metavar="G", help="responses of a group (default 4)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; medians (default 3)")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="stages, under torchrun (default 1)")
-    return parser.parse_args()
+    return options_of(
+        __doc__,
+        prompt=(512, "P", "prompt tokens"),
+        response=(16, "R", "new tokens"),
+        groups=(8, "N", "groups"),
+        group=(4, "G", "responses of a group"),
+        repeats=(3, "N", "rounds; medians"),
+        pp=(1, "N", "stages, under torchrun"),
+    ).parse_args()
 
 
 def main() -> int:
@@ -49,7 +47,7 @@ def main() -> int:
         from megatron_lrl.lifetimes.window import UpdateWindow
         from megatron_lrl.rollout.builtin import Sampler
 
-        name = tempfile.mkdtemp() if runtime.is_main else None
+        name = stack.enter_context(tempfile.TemporaryDirectory()) if runtime.is_main else None
         folder = Path(next(part for part in runtime.gather_objects(name) if part is not None))
         if runtime.is_main:
             write_model(folder / "hf", options, options.prompt + options.response)

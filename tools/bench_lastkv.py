@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from bench_common import MIB, add_model_arguments, run_window, trajectories, write_model
+from bench_common import MIB, options_of, run_window, trajectories, write_model
 
 from megatron_lrl.config import load_config
 from megatron_lrl.lifetimes.window import UpdateWindow
@@ -34,22 +34,19 @@ CONTRACTS = ("response_only", "exact")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_model_arguments(parser)
-    parser.add_argument("--prompt", type=int, default=4096, metavar="P", help="prompt tokens (default 4096)")
-    parser.add_argument("--response", type=int, default=64, metavar="R", help="response tokens (default 64)")
-    parser.add_argument("--group", type=int, default=8, metavar="G", help="responses (default 8)")
-    parser.add_argument("--chunk-size", type=int, default=512, metavar="C", help="LastKV chunk (default 512)")
-    parser.add_argument(
-        "--restarts", type=int, default=0, metavar="N",
-        help="a third column: own-layer keys and values of at most N chunks for the sweep (prefix.snapshot_bytes)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="rounds; medians are shown (default 3)"
-    )
-    return parser.parse_args()
+    return options_of(
+        __doc__,
+        prompt=(4096, "P", "prompt tokens"),
+        response=(64, "R", "response tokens"),
+        group=(8, "G", "responses"),
+        chunk_size=(512, "C", "LastKV chunk"),
+        restarts=(
+            0,
+            "N",
+            "a third column: own-layer keys and values of at most N chunks for the sweep (prefix.snapshot_bytes)",
+        ),
+        repeats=(3, "N", "rounds; medians are shown"),
+    ).parse_args()
 
 
 def timed(action: Callable[[], object], name: str, found: dict[str, list[float]], scale: float = 1) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from bench_common import MIB, ProcessPeak, add_model_arguments, write_model
+from bench_common import MIB, ProcessPeak, options_of, write_model
 
 from megatron_lrl.config import load_config
 from megatron_lrl.runtime import Layout, runtime_scope
@@ -35,27 +35,20 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options_of(
+        __doc__,
+        prompt=(2048, "P", "prompt tokens"),
+        families=(4, "N", "families"),
+        responses=(16, "G", "responses in all"),
+        turns=(4, "N", "turns of a response"),
+        turn=(64, "N", "tokens of a turn"),
+        chunk=(512, "Z", "capture chunk"),
+        replay_chunk=(0, "N", "replay.chunk_size"),
+        concurrent=(1, "K", "responses at once"),
+        repeats=(3, "N", "rounds; medians"),
     )
-    add_model_arguments(parser)
-    parser.add_argument("--prompt", type=int, default=2048, metavar="P", help="prompt tokens (default 2048)")
-    parser.add_argument("--families", type=int, default=4, metavar="N", help="families (default 4)")
-    parser.add_argument(
-        "--responses", type=int, default=16, metavar="G", help="responses in all (default 16)"
-    )
-    parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of a response (default 4)")
-    parser.add_argument("--turn", type=int, default=64, metavar="N", help="tokens of a turn (default 64)")
     parser.add_argument("--common", action="store_true", help="the first turn is the same everywhere")
-    parser.add_argument("--chunk", type=int, default=512, metavar="Z", help="capture chunk (default 512)")
-    parser.add_argument(
-        "--replay-chunk", type=int, default=0, metavar="N", help="replay.chunk_size (default 0)"
-    )
-    parser.add_argument(
-        "--concurrent", type=int, default=1, metavar="K", help="responses at once (default 1)"
-    )
     parser.add_argument("--break-even", type=int, nargs="+", metavar="N", help="shared tokens of pairs")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; medians (default 3)")
     return parser.parse_args()
 
 

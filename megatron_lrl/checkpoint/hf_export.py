@@ -21,7 +21,7 @@ from megatron_lrl.checkpoint.carried import stored_tensors
 from megatron_lrl.checkpoint.hf_import import ep_place
 from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
 from megatron_lrl.checkpoint.safetensors_io import FileLayout
-from megatron_lrl.checkpoint.safetensors_writer import Part, write_directory, write_file
+from megatron_lrl.checkpoint.safetensors_writer import TensorPart, write_directory, write_file
 from megatron_lrl.checkpoint.streaming import StreamedWeights, build_meta_model
 from megatron_lrl.checkpoint.table import (
     HF_HEAD,
@@ -83,7 +83,7 @@ def gather_hf_parts(
     packed: bool | None = None,
     buffers: bool = True,
     fresh: bool = False,
-) -> Iterator[Part]:
+) -> Iterator[TensorPart]:
     """As `gather_hf_tensors`, but packed experts come one by one, in their order.
 
     `packed`: None for the form of the files that the model was loaded from; `buffers`: with weights that are not
@@ -116,7 +116,7 @@ def gather_hf_parts(
             tensors = _move(entry, tensors, stage, runtime.pp_rank, runtime.groups.pp, runtime)
         if runtime.is_main and tensors is not None:
             for name in entry.hf_names:
-                yield Part(name, tensors.pop(0), entry.part)  # nothing here outlives its use
+                yield TensorPart(name, tensors.pop(0), entry.part)  # nothing here outlives its use
 
 
 def export_checkpoint(ckpt_dir: str | Path, hf_dir: str | Path, runtime: Runtime) -> Architecture:
@@ -196,7 +196,7 @@ def _write(
     runtime.together(lambda: publish.publish(hf_dir) if runtime.is_main else None)
 
 
-def _finite(parts: Iterable[Part], ckpt_dir: Path) -> Iterator[Part]:
+def _finite(parts: Iterable[TensorPart], ckpt_dir: Path) -> Iterator[TensorPart]:
     """The same parts; raises `UserError` naming the first tensor with a value that is NaN or infinite."""
     for part in parts:
         require_finite(part[1], part[0], ckpt_dir)
@@ -223,7 +223,7 @@ def write_hf_file(
     shapes = {name: (dtype, shape) for name, shape in stored_shapes(trained).items()}
     largest = 0
 
-    def seen(part: Part) -> Part:
+    def seen(part: TensorPart) -> TensorPart:
         nonlocal largest
         largest = max(largest, part.tensor.numel() * dtype.itemsize)
         return part
@@ -248,7 +248,7 @@ def gradient_file_bytes(arch: Architecture, dtype: torch.dtype) -> int:
     return max(shape.numel() * dtype.itemsize for entry in trained for shape in entry.hf_shapes)
 
 
-def _with_tied_head(tensors: Iterator[Part], embedding: str) -> Iterator[Part]:
+def _with_tied_head(tensors: Iterator[TensorPart], embedding: str) -> Iterator[TensorPart]:
     """Give a tied embedding a second time under the head's name, as the source stored it."""
     for given in tensors:
         yield given

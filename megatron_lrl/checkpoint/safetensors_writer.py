@@ -24,7 +24,7 @@ from megatron_lrl.checkpoint.safetensors_io import (
 )
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A tensor, or (with `part`) one part of it along its first axis, the others of which come by themselves."""
 
     name: str
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     blocks: Iterator[memoryview]
 
 
-Given = Part | Stored | tuple[str, torch.Tensor]
+Given = TensorPart | Stored | tuple[str, torch.Tensor]
 _Place = tuple[TensorRecord, BinaryIO, int]  # a tensor's record, its file and its position there
 
 
@@ -130,7 +130,7 @@ def _write_header(
 def _fill(places: Mapping[str, _Place], tensors: Iterable[Given]) -> None:
     written: dict[str, set[int | None]] = {}
     for given in tensors:
-        name, part = given[0], given.part if isinstance(given, Part) else None
+        name, part = given[0], given.part if isinstance(given, TensorPart) else None
         done = written.setdefault(name, set())
         if name not in places or part in done or (done and (part is None or None in done)):
             raise ValueError(f"tensor {name} was given {'twice' if done else 'but is not in the layout'}")

@@ -43,7 +43,7 @@ class Growth(NamedTuple):
     together: bool = False
 
 
-class Part(NamedTuple):
+class Member(NamedTuple):
     """A layer's state of some of the branches that are advanced together, from ``first`` on."""
 
     first: int
@@ -66,7 +66,7 @@ class LayerState(ABC):
 
     @staticmethod
     @abstractmethod
-    def joined(parts: Sequence[Part]) -> Any:
+    def joined(parts: Sequence[Member]) -> Any:
         """What a layer's module reads and grows in the place of this, where several states are advanced together."""
 
     @abstractmethod
@@ -285,8 +285,8 @@ __all__ = [
     "Kept",
     "LayerKind",
     "LayerState",
+    "Member",
     "Operations",
-    "Part",
     "Place",
     "Resident",
     "StandIn",

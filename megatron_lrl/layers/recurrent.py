@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_lrl.layers.kind import Capture, Growth, Kept, LayerKind, LayerState, Part, Place, Resident
+from megatron_lrl.layers.kind import Capture, Growth, Kept, LayerKind, LayerState, Member, Place, Resident
 from megatron_lrl.layers.layout import TokenLayout
 
 Snapshot = tuple[Tensor, ...]
@@ -58,7 +58,7 @@ class RecurrentLayer[S: Snapshot](LayerState):
         return cls(None, growth.log)
 
     @staticmethod
-    def joined(parts: Sequence[Part]) -> JoinedRecurrent:
+    def joined(parts: Sequence[Member]) -> JoinedRecurrent:
         return JoinedRecurrent(parts)
 
     def fork(self, growth: Growth) -> Self:
@@ -176,7 +176,7 @@ class RecurrentLayer[S: Snapshot](LayerState):
 class JoinedRecurrent:
     """A layer of several states whose branches lie in one flat list: read and written as one state of all branches."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Member]) -> None:
         self._parts = parts
 
     def read[S: Snapshot](self, trigger: Tensor, branches: int, fresh: Callable[[], S]) -> S:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from megatron_lrl.layers.kind import LayerState, Part
+from megatron_lrl.layers.kind import LayerState, Member
 from megatron_lrl.layers.sequence import SequenceState
 
 
@@ -53,7 +53,7 @@ class Together:
 
     def layer(self, number: int, kind: type[LayerState]) -> Any:
         """What stands for a layer's state of class ``kind``."""
-        parts = [Part(low, member.branches, member.layer(number, kind)) for low, member in self.placed()]
+        parts = [Member(low, member.branches, member.layer(number, kind)) for low, member in self.placed()]
         return kind.joined(parts)
 
     def grow(self, lengths: Sequence[int]) -> None:

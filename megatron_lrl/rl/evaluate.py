@@ -58,7 +58,8 @@ class Evaluation:
         if not self.prompts:
             return {}
         runtime, start = self.run.runtime, time.perf_counter()
-        prompts, longest = self.prompts[runtime.dp_rank :: runtime.dp], self.sampler.settings.max_new_tokens
+        places = range(runtime.dp_rank, len(self.prompts), runtime.dp)
+        prompts, longest = [self.prompts[i] for i in places], self.sampler.settings.max_new_tokens
         with in_lockstep(self.run), UpdateWindow(self.run) as window:
             prefixes = [
                 window.prompt_group(f"{prompt.id}@eval", prompt.prompt_ids, "response_only")
@@ -67,13 +68,12 @@ class Evaluation:
             rollouts = self.sampler.sample_together(prefixes, self.settings.samples, longest, done)
         mine = [(prompt, rollout.responses) for prompt, rollout in zip(prompts, rollouts, strict=True)]
 
-        def rewarded() -> list[Group]:
-            return self.rewards.reward(mine, self.text) if runtime.is_replica_leader else []
+        def rewarded() -> list[tuple[int, Group]]:
+            if not runtime.is_replica_leader:
+                return []
+            return list(zip(places, self.rewards.reward(mine, self.text), strict=True))
 
-        found = {
-            group.id: group for part in runtime.gather_objects(runtime.together(rewarded)) for group in part
-        }
-        groups = [found[prompt.id] for prompt in self.prompts]  # one order of sums in every layout
+        groups = runtime.in_order(runtime.together(rewarded))  # one order of sums in every layout
         return metrics(groups) | {"seconds/eval": time.perf_counter() - start}
 
 

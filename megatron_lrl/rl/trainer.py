@@ -234,21 +234,17 @@ class Trainer:
         """
         runtime, prompts = self.run.runtime, self._prompts(number)
 
-        def reward_local() -> list[tuple[int, Group, float]]:
+        def reward_local() -> list[tuple[int, tuple[Group, float]]]:
             if not runtime.is_replica_leader:
                 return []
             groups = self.rewarded([(prompts[place], rollout) for place, rollout in rollouts.items()])
             return [
-                (place, group, rollout.entropy)
+                (place, (group, rollout.entropy))
                 for (place, rollout), group in zip(rollouts.items(), groups, strict=True)
             ]
 
-        mine = runtime.together(reward_local)
-        everyone = sorted(
-            (item for part in runtime.gather_objects(mine) for item in part), key=lambda item: item[0]
-        )
-        entropies = [entropy for _, _, entropy in everyone]
-        recorded = Recorded(tuple(group for _, group, _ in everyone), sum(entropies) / len(entropies))
+        groups, entropies = zip(*runtime.in_order(runtime.together(reward_local)), strict=True)
+        recorded = Recorded(groups, sum(entropies) / len(entropies))
         journal = self.journal if runtime.is_main else None
         runtime.together(lambda: journal.record(number, recorded) if journal is not None else None)
         self._recorded = (number, recorded)

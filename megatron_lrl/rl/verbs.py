@@ -264,7 +264,7 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
             groups = trainer.rewarded([(prompts[place], rollout) for place, rollout in sampled])
             return list(zip(places, groups, strict=True))
 
-        groups = _gather(runtime.together(rewarded), runtime)
+        groups = runtime.in_order(runtime.together(rewarded))
     for group in groups:  # the same on every rank
         require_finite(config, group.id, [response.logprobs or () for response in group.responses])
     runtime.together(lambda: write_trajectories(out, groups) if runtime.is_main else None)
@@ -285,7 +285,7 @@ def score(config: Config, runtime: Runtime, trajectories: str, out: str) -> None
                 logprobs = score_group(prefix, branches)
             scored = [_scored(logprobs[branch.key], branch.mask) for branch in branches]
             mine.append((place, {"id": group.id, "logprobs": scored}))
-    records = _gather(mine, runtime)
+    records = runtime.in_order(mine)
     for record in records:  # the same on every rank
         require_finite(config, record["id"], record["logprobs"])
     runtime.together(lambda: write_jsonl(out, records) if runtime.is_main else None)
@@ -365,10 +365,3 @@ def _shared(items: Sequence[Any], runtime: Runtime, what: str) -> Iterator[Any]:
 
 def _bar(runtime: Runtime, what: str, groups: int) -> tqdm:
     return tqdm(total=groups, desc=what, unit="group", delay=2, disable=not runtime.is_main or groups < 2)
-
-
-def _gather(mine: list[tuple[int, Any]], runtime: Runtime) -> list[Any]:
-    """Results of all replicas in the order of their items, on every rank."""
-    local = mine if runtime.is_replica_leader else []
-    everyone = [item for part in runtime.gather_objects(local) for item in part]
-    return [value for _, value in sorted(everyone, key=lambda item: item[0])]

@@ -51,7 +51,7 @@ class Sampled:
 
 
 @dataclass
-class Part:
+class Cohort:
     """Responses of a group that enter together and keep step."""
 
     of: Sampled
@@ -101,7 +101,7 @@ class Decoding:
         ]
         self.waiting = deque(part for sampled in self.sampled for part in self._parts(sampled, len(groups)))
         # One list of parts for each micro-batch.
-        self.decoding: list[list[Part]] = [[] for _ in range(run.runtime.layout.pp)]
+        self.decoding: list[list[Cohort]] = [[] for _ in range(run.runtime.layout.pp)]
 
     def finish(self) -> list[Sampled]:
         """Sample everything. Returns it in the order of the groups."""
@@ -113,7 +113,7 @@ class Decoding:
                 self._enter()
         return self.sampled
 
-    def _parts(self, sampled: Sampled, groups: int) -> list[Part]:
+    def _parts(self, sampled: Sampled, groups: int) -> list[Cohort]:
         """A group's responses as they enter: all at once, unless the budget or the pipeline asks for fewer."""
         count = sampled.unfinished
         prefix, budget = len(sampled.group.prefix_ids), self.settings.decode_bytes
@@ -121,7 +121,7 @@ class Decoding:
         if self.run.runtime.layout.pp > groups:
             largest = min(largest, -(-count * groups // self.run.runtime.layout.pp))
         return [
-            Part(sampled, list(range(low, min(low + largest, count)))) for low in range(0, count, largest)
+            Cohort(sampled, list(range(low, min(low + largest, count)))) for low in range(0, count, largest)
         ]
 
     def _enter(self) -> None:
@@ -137,7 +137,7 @@ class Decoding:
             part.state = part.of.group.fork(len(part.active))
             min(self.decoding, key=lambda batch: sum(len(other.active) for other in batch)).append(part)
 
-    def _bytes(self, parts: Sequence[Part]) -> int:
+    def _bytes(self, parts: Sequence[Cohort]) -> int:
         """Of the branches' own tokens at their longest, and of prefixes that are resident for them alone."""
         prefixes = {part.of.number: part.of.prefix_bytes for part in parts}
         return sum(prefixes.values()) + sum(
@@ -158,7 +158,7 @@ class Decoding:
                         self._take(part, response, int(token_n[branch]), logprob_n[branch], entropy_n[branch])
                     branch += 1
 
-    def _take(self, part: Part, response: int, token: int, logprob: float, entropy: float) -> None:
+    def _take(self, part: Cohort, response: int, token: int, logprob: float, entropy: float) -> None:
         sampled = part.of
         sampled.ids[response].append(token)
         sampled.logprobs[response].append(logprob)
@@ -200,7 +200,7 @@ class Decoding:
         if sampled.owned:
             sampled.group.close()
 
-    def _draw(self, batches: Sequence[Sequence[Part]], starts: Sequence[int]) -> Tensor:
+    def _draw(self, batches: Sequence[Sequence[Cohort]], starts: Sequence[int]) -> Tensor:
         """[3, branches] token, log-probability, entropy of each branch's next token, on every rank, on the CPU."""
         runtime = self.run.runtime
         values = torch.zeros(3, starts[-1], dtype=torch.float64, device=runtime.device)
@@ -219,7 +219,7 @@ class Decoding:
             dist.broadcast(values, src=dist.get_global_rank(runtime.groups.tp, 0), group=runtime.groups.tp)
         return from_last_stage(values, runtime).cpu()
 
-    def _micro_batch(self, batch: Sequence[Part], values_3n: Tensor) -> Any:
+    def _micro_batch(self, batch: Sequence[Cohort], values_3n: Tensor) -> Any:
         """One token of each branch; ``values_3n`` takes those of this rank's slots."""
         branches = [(part, response) for part in batch for response in part.active]
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_lrl.checkpoint.safetensors_io import DTYPES, FileLayout, SafetensorsReader, TensorRecord
-from megatron_lrl.checkpoint.safetensors_writer import Part, Stored, write_directory, write_file
+from megatron_lrl.checkpoint.safetensors_writer import Stored, TensorPart, write_directory, write_file
 from megatron_lrl.errors import UserError
 
 
@@ -138,13 +138,13 @@ def test_a_tensor_may_come_in_parts_and_another_as_stored_bytes(tmp_path: Path) 
                 reader.tensor("packed", part)[(slice(1, 3), slice(1, 2))], packed[part, 1:3, 1:2]
             )
         kept = [Stored(name, reader.blocks(name)) for name in ("counts", "odd")]
-        parts = [Part("packed", packed[part], part) for part in (2, 0, 1)]
+        parts = [TensorPart("packed", packed[part], part) for part in (2, 0, 1)]
         write_directory(target, reader.layout, [*kept, *parts])
         for wrong, message in (
             ([*parts[:2]], "2 of its 3 parts were given"),
             ([*parts, parts[0]], "twice"),
-            ([*parts, Part("packed", packed)], "twice"),
-            ([Part("packed", packed[0])], "has shape"),
+            ([*parts, TensorPart("packed", packed)], "twice"),
+            ([TensorPart("packed", packed[0])], "has shape"),
         ):
             again = [Stored(name, reader.blocks(name)) for name in ("counts", "odd")]
             with pytest.raises(ValueError, match=message):

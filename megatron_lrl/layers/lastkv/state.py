@@ -12,6 +12,7 @@ On stages that do not have the last layer, its number stands for a store that is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
@@ -31,7 +32,39 @@ from megatron_lrl.layers.softmax.pages import joined
 from megatron_lrl.layers.softmax.segment import Block, segment_attention
 
 
-class LastKVState(SequenceState):
+class LastKVAttention(ABC):
+    """How a layer attends, whatever its branches' states are."""
+
+    @abstractmethod
+    def blocks(self, number: int, lengths: Sequence[int], gate_h: Tensor) -> list[Block]:
+        """What layer ``number`` sees of the tokens before ``lengths`` new ones."""
+
+    @abstractmethod
+    def append(self, number: int, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout) -> None:
+        """Layer ``number`` grows by new tokens whose attention nothing reads."""
+
+    def attend(
+        self,
+        number: int,
+        q_mHd: Tensor,
+        k_mhd: Tensor,
+        v_mhd: Tensor,
+        layout: TokenLayout,
+        scale: float,
+        cp_group: Any,
+        gate_h: Tensor,
+    ) -> Tensor:
+        """Layer ``number`` attends over history, blended previous chunk and open chunk, and grows. Returns o_mHd.
+
+        ``gate_h``: the layer's logits of alpha.
+        """
+        blocks = self.blocks(number, layout.lengths, gate_h)
+        o_mHd = segment_attention(q_mHd, k_mhd, v_mhd, layout, blocks, scale, cp_group)
+        self.append(number, k_mhd, v_mhd, layout)
+        return o_mHd
+
+
+class LastKVState(LastKVAttention, SequenceState):
     """State of branches that keep step: all branches fed in one pass stand at the same position."""
 
     sequential = True
@@ -74,28 +107,7 @@ class LastKVState(SequenceState):
     def reservation(self, spans: Sequence[tuple[int, int]], local: Sequence[int]) -> dict[int, int]:
         return by_chunk(self.clock, (low for low, _ in spans), local)
 
-    def attend(
-        self,
-        number: int,
-        q_mHd: Tensor,
-        k_mhd: Tensor,
-        v_mhd: Tensor,
-        layout: TokenLayout,
-        scale: float,
-        cp_group: Any,
-        gate_h: Tensor,
-    ) -> Tensor:
-        """Layer ``number`` attends over history, blended previous chunk and open chunk, and grows. Returns o_mHd.
-
-        ``gate_h``: the layer's logits of alpha.
-        """
-        blocks = self.blocks(number, layout.lengths, gate_h)
-        o_mHd = segment_attention(q_mHd, k_mhd, v_mhd, layout, blocks, scale, cp_group)
-        self.append(number, k_mhd, v_mhd, layout)
-        return o_mHd
-
     def blocks(self, number: int, lengths: Sequence[int], gate_h: Tensor) -> list[Block]:
-        """What layer ``number`` sees of the tokens before ``lengths`` new ones."""
         chunk = self._chunk(lengths)
         layer = self.layer(number, KVLayer)
         self._enter(chunk)
@@ -103,13 +115,12 @@ class LastKVState(SequenceState):
         return blocks + [b for part in layer.own_slices() if part.chunk == chunk for b in part.blocks()]
 
     def append(self, number: int, k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout) -> None:
-        """Layer ``number`` grows by new tokens whose attention nothing reads."""
         self.grow_layer(number, k_mhd, v_mhd, layout.pieces, layout.lengths)
 
     def grow_layer(
         self, number: int, k_mhd: Tensor, v_mhd: Tensor, pieces: Iterable[Piece], lengths: Sequence[int]
     ) -> None:
-        """The same, where ``pieces`` are these branches' of a longer list; ``lengths``: new tokens of each."""
+        """As `append`, where ``pieces`` are these branches' of a longer list; ``lengths``: new tokens of each."""
         chunk = self._chunk(lengths)
         layer = self.layer(number, KVLayer)
         self._enter(chunk)

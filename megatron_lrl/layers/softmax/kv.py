@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megatron_lrl.layers.kind import Growth, LayerState, Part
+from megatron_lrl.layers.kind import Growth, LayerState, Member
 from megatron_lrl.layers.layout import Piece, TokenLayout, pieces_of
 from megatron_lrl.layers.softmax.pages import Entry, Page, PageSlice, Shelf, enable_adjoints, piece_of
 from megatron_lrl.layers.softmax.segment import Block, segment_attention
@@ -52,7 +52,7 @@ class KVLayer(LayerState):
         return cls((), growth)
 
     @staticmethod
-    def joined(parts: Sequence[Part]) -> JoinedKV:
+    def joined(parts: Sequence[Member]) -> JoinedKV:
         return JoinedKV(parts)
 
     def fork(self, growth: Growth) -> Self:
@@ -224,7 +224,7 @@ class KVLayer(LayerState):
 class JoinedKV:
     """A layer of several states whose branches lie in one flat list: one attention, each keeps its own tokens."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Member]) -> None:
         self._parts = parts
 
     def attend(
