@@ -20,7 +20,7 @@ from cli.runs import Runs
 from megatron_lrl.checkpoint.hf_export import gradient_file_bytes
 from megatron_lrl.cli import main
 from megatron_lrl.models.hf_config import read_architecture
-from megatron_lrl.runtime import DTYPES
+from megatron_lrl.precision import DTYPES
 
 RESPONSES = [{"ids": [5, 9, 4], "advantage": 1.0}, {"ids": [8, 2], "advantage": -1.0}]
 
