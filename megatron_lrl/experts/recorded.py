@@ -15,7 +15,6 @@ Legend: n rows of a router on this rank, R response tokens, L expert layers, E e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,18 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lrl.experts.balance import TakenExperts
+from megatron_lrl.experts.record import Routing
 from megatron_lrl.layers.layout import TokenLayout
 from megatron_lrl.layers.moe.routing import expert_layers
 from megatron_lrl.lifetimes.run import Run
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedRouting:
-    """Routing of one response. ``layers``: 0-based numbers of the expert layers."""
-
-    layers: tuple[int, ...]
-    expert_RLk: Tensor  # int64, in the order of the router's choice, CPU
-    weight_RLk: Tensor  # float32, or float64 of a float64 model, CPU
 
 
 class Rows(NamedTuple):
@@ -103,7 +94,7 @@ class Recorder:
         self._parts.setdefault(layer_number - 1, []).append(part)
         return weight_nk
 
-    def records(self, first: int, lengths: Sequence[int]) -> list[RecordedRouting]:
+    def records(self, first: int, lengths: Sequence[int]) -> list[Routing]:
         """Records of the responses from number ``first`` on, of ``lengths`` tokens, on every rank; they are taken out.
 
         Collective over the replica.
@@ -131,7 +122,7 @@ class Recorder:
                 dist.all_reduce(expert, group=group)
                 dist.all_reduce(weight, group=group)
         expert, weight = expert.cpu(), weight.cpu()
-        return [RecordedRouting(layers, expert[j, :n], weight[j, :n]) for j, n in enumerate(lengths)]
+        return [Routing.of(layers, expert[j, :n], weight[j, :n]) for j, n in enumerate(lengths)]
 
 
 class ReplayRouting:
@@ -140,13 +131,14 @@ class ReplayRouting:
     def __init__(
         self,
         run: Run,
-        records: Sequence[RecordedRouting | None],
+        records: Sequence[Routing | None],
         first: Sequence[int],
         lengths: Sequence[int],
         balance: float = 0.0,
     ) -> None:
         """``records``: of each branch, if it has one. ``balance``: weight of a response's auxiliary loss."""
-        self.run, self.records, self.first, self.lengths = run, list(records), list(first), list(lengths)
+        self.run, self.first, self.lengths = run, list(first), list(lengths)
+        self.records = [None if record is None else (record.layers, *record.tensors()) for record in records]
         self.balance, self.totals = balance, run.routing
         self.use = run.config.replay.use_recorded_routing
         self._rows: Rows | None = None
@@ -166,9 +158,9 @@ class ReplayRouting:
             mine_n = rows_n.branch_n == branch
             token_n = rows_n.token_n[mine_n]
             rows.append(rows_n.row_n[mine_n])
-            experts.append(record.expert_RLk[token_n])
-            weights.append(record.weight_RLk[token_n])
-            self._layers = record.layers
+            self._layers, expert_RLk, weight_RLk = record
+            experts.append(expert_RLk[token_n])
+            weights.append(weight_RLk[token_n])
         if rows:
             row_n, expert_nLk, weight_nLk = (
                 torch.cat(x).to(device, non_blocking=True) for x in (rows, experts, weights)

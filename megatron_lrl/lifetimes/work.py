@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lrl.experts.recorded import RecordedRouting
+from megatron_lrl.experts.record import Routing
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.tree import TreeNode, response_tree
 
@@ -26,7 +26,7 @@ class Branch:
 
     key: BranchKey  # of the response, or of the first one through the part
     ids: tuple[int, ...]
-    routing: RecordedRouting | None = None  # of the tokens that are fed, if it was recorded
+    routing: Routing | None = None  # of the tokens that are fed, if it was recorded
     mask: tuple[int, ...] | None = None  # 0 where a token is fed but never scored
     start: int = 0  # place of ids[0] in the responses
     through: tuple[
@@ -120,9 +120,7 @@ def tree_of(branches: Sequence[Branch], least: int) -> list[TreeNode]:
 
     def mark(response: int, place: int) -> Hashable:
         routing = branches[response].routing
-        if routing is None:
-            return None
-        return routing.expert_RLk[place].numpy().tobytes(), routing.weight_RLk[place].numpy().tobytes()
+        return None if routing is None else routing.rows(place, 1)
 
     recorded = any(branch.routing is not None for branch in branches)
     return response_tree([branch.ids for branch in branches], least, mark if recorded else None)
@@ -136,7 +134,7 @@ def _part(branches: Sequence[Branch], node: TreeNode) -> Branch:
         return first
     rows, routing, mask = slice(node.start, node.start + len(node.ids)), first.routing, None
     if routing is not None:
-        routing = RecordedRouting(routing.layers, routing.expert_RLk[rows], routing.weight_RLk[rows])
+        routing = routing.rows(node.start, len(node.ids))
     if any(branch.mask is not None for branch, _ in through):
         scored = torch.zeros(len(node.ids), dtype=torch.int64)
         for branch, tokens in through:  # what one of them scores is scored

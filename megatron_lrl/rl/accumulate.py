@@ -16,7 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_lrl.errors import UserError
-from megatron_lrl.experts.recorded import RecordedRouting
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.ledger import storage_bytes
 from megatron_lrl.lifetimes.node import NodePhase
@@ -30,7 +29,6 @@ from megatron_lrl.rl.advantage import group_advantages
 from megatron_lrl.rl.loss import merge_metrics, policy_loss, token_weights, window_totals
 from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.rl.terms import BranchTerms, measured, token_loss
-from megatron_lrl.rollout.recorded_routing import Routing
 from megatron_lrl.rollout.types import Group
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config, LossTable
@@ -105,13 +103,9 @@ class WindowPlan:
 def branches_of(group: Group) -> list[Branch]:
     """The group's responses as branches of a replay, with their recorded routing."""
     return [
-        Branch(BranchKey(group.id, i), response.ids, _recorded(response.routing), response.mask)
+        Branch(BranchKey(group.id, i), response.ids, response.routing, response.mask)
         for i, response in enumerate(group.responses)
     ]
-
-
-def _recorded(routing: Routing | None) -> RecordedRouting | None:
-    return None if routing is None else RecordedRouting(routing.layers, *routing.tensors())
 
 
 def require_routing(groups: Sequence[Group], config: Config) -> None:

@@ -26,6 +26,7 @@ from megatron_lrl.checkpoint.training import (
 )
 from megatron_lrl.config import check_train, differing_settings
 from megatron_lrl.errors import UserError
+from megatron_lrl.experts.record import RoutingShape
 from megatron_lrl.layers.moe.routing import expert_layers
 from megatron_lrl.lifetimes.open import open_run, read_model_architecture
 from megatron_lrl.lifetimes.prompt import PromptGroup
@@ -54,7 +55,6 @@ from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rollout.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
 from megatron_lrl.rollout.journal import Journal
-from megatron_lrl.rollout.recorded_routing import RoutingShape
 from megatron_lrl.rollout.text import Text, hf_folder
 from megatron_lrl.rollout.types import Group, Prompt
 from megatron_lrl.runtime import Runtime

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lrl.experts.record import Routing
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.rollout.decode import Decoding, Sampled
-from megatron_lrl.rollout.recorded_routing import Routing
 from megatron_lrl.rollout.types import Response
 from megatron_lrl.settings import RolloutTable
 

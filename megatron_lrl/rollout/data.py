@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.experts.record import RoutingShape, routing_of
 from megatron_lrl.reading import json_lines
 from megatron_lrl.reading import shown as _short
 from megatron_lrl.rollout.chat import encode_messages, encode_text
-from megatron_lrl.rollout.recorded_routing import RoutingShape, routing_of
 from megatron_lrl.rollout.types import Group, Prompt, Response
 
 # Log-probabilities are at most 0; low-precision samplers overshoot by their rounding.
@@ -99,7 +99,7 @@ def read_trajectories(path: str | Path, limits: Limits) -> Iterator[Group]:
                         "advantage": 0.5, "mask": [...], "routing": {...}}]}
 
     reward, reward_parts, logprobs, advantage (a number, or one per token), mask (1: the policy chose the token; 0: it
-    is only fed) and routing (see `recorded_routing`) are optional; other keys are ignored, unless they look like a
+    is only fed) and routing (see `experts.record`) are optional; other keys are ignored, unless they look like a
     misspelling of these. What logprobs and advantage hold where the mask is 0 is ignored, null is fine.
 
     Raises UserError (file:line) for malformed JSON, a missing or wrong field, an empty prompt or response, an id

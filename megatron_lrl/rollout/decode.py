@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lrl.experts.record import Routing
 from megatron_lrl.experts.recorded import Recorder
 from megatron_lrl.layers.advance import advance
 from megatron_lrl.layers.sequence import SequenceState
@@ -27,7 +28,6 @@ from megatron_lrl.lifetimes.node import NodePhase
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.room import Room
 from megatron_lrl.passes.schedule import from_last_stage, run_schedule, sum_over_cp
-from megatron_lrl.rollout.recorded_routing import Routing
 from megatron_lrl.rollout.sampling import SampleHead, uniform
 from megatron_lrl.settings import RolloutTable
 
@@ -195,8 +195,7 @@ class Decoding:
 
     def _end(self, sampled: Sampled) -> None:
         if self.recorder is not None:
-            records = self.recorder.records(sampled.number, [len(ids) for ids in sampled.ids])
-            sampled.routing = [Routing.of(r.layers, r.expert_RLk, r.weight_RLk) for r in records]
+            sampled.routing = self.recorder.records(sampled.number, [len(ids) for ids in sampled.ids])
         if sampled.owned:
             sampled.group.close()
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from megatron_lrl.config import differing_settings
 from megatron_lrl.errors import UserError
+from megatron_lrl.experts.record import Routing
 from megatron_lrl.reading import MAX_LINE, parse_json, read_bytes
 from megatron_lrl.rollout.data import group_record
-from megatron_lrl.rollout.recorded_routing import Routing
 from megatron_lrl.rollout.types import Group, Prompt, Response
 from megatron_lrl.settings import Config
 

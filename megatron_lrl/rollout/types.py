@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lrl.rollout.recorded_routing import Routing
+from megatron_lrl.experts.record import Routing
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from megatron_lrl.errors import UserError
+from megatron_lrl.experts.record import Routing, RoutingShape
 from megatron_lrl.rollout.data import Limits, group_record, read_trajectories, write_trajectories
-from megatron_lrl.rollout.recorded_routing import Routing, RoutingShape
 from megatron_lrl.rollout.types import Group, Response
 
 LAYERS, EXPERTS, TOP_K = (1, 3), 300, 2
@@ -46,6 +46,8 @@ def test_a_record_comes_back_bit_equal(dtype: torch.dtype, tmp_path: Path) -> No
     expert_RLk, weight_RLk = of_json.tensors()
     assert expert_RLk.shape == (4, 2, 2) and weight_RLk.dtype == dtype
     assert torch.equal(weight_RLk, record(4, dtype, 4).tensors()[1]) and int(expert_RLk.max()) > 127
+    for found, all_rows in zip(of_json.rows(1, 2).tensors(), of_json.tensors(), strict=True):
+        assert torch.equal(found, all_rows[1:3])
 
 
 def encoded(values: Any, kind: str) -> str:

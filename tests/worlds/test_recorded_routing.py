@@ -24,7 +24,7 @@ from oracle.trajectories import window
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_lrl.rollout.recorded_routing import Routing
+from megatron_lrl.experts.record import Routing
 
 BAR, REL_L2, WORST = 2e-5, 1e-5, 1e-4
 WORLDS = [ONE, World(dp=2, ep=2), World(tp=2, cp=2), World(pp=2, dp=2, ep=2)]  # WORLDS[1::2] cut experts

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,16 @@ class Routing:
         experts = np.frombuffer(self.experts, "<i2").astype(np.int64).reshape(shape)
         weights = np.frombuffer(self.weights, _DTYPES[self.dtype]).astype(self.dtype).reshape(shape)
         return torch.from_numpy(experts), torch.from_numpy(weights)
+
+    def rows(self, first: int, tokens: int) -> Routing:
+        """Of ``tokens`` of the response's tokens from number ``first`` on."""
+
+        def cut(data: bytes, width: int) -> bytes:
+            row = len(self.layers) * self.top_k * width
+            return data[first * row : (first + tokens) * row]
+
+        weights = cut(self.weights, np.dtype(_DTYPES[self.dtype]).itemsize)
+        return replace(self, experts=cut(self.experts, 2), weights=weights)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object."""
