@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.node import Documents
-from megatron_lrl.lifetimes.replay import NonFiniteLoss, Replay
+from megatron_lrl.lifetimes.replay import Replay
 from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
@@ -23,6 +22,7 @@ from megatron_lrl.lifetimes.work import Branch, TokenLoss, work_of
 from megatron_lrl.passes.schedule import from_last_stage, in_lockstep
 from megatron_lrl.rl.lm_data import Corpus
 from megatron_lrl.rl.stopwatch import Stopwatch
+from megatron_lrl.rl.update import run_update, speed
 
 
 class LmTrainer:
@@ -42,40 +42,22 @@ class LmTrainer:
         """One update. Returns its metrics (the loss before the step) and no samples; equal on every rank.
 
         "lm/held_out_loss" is that after the step, in the updates that evaluate; the first update also has
-        "lm/held_out_loss_start", that of the model as loaded. Raises `UserError` on all ranks if the loss or gradient
-        is not finite and train.on_nonfinite is "stop".
+        "lm/held_out_loss_start", that of the model as loaded. Raises as `run_update`.
         """
-        run, watch, what = self.run, Stopwatch(), f"update {number + 1}"
-        result = fault = None
+        watch, settings = Stopwatch(), self.run.config
         start = self._evaluate(watch) if number == 0 else {}
-        with UpdateWindow(run) as window:
-            loss_sum, tokens, finite = self.retry.until_reduced(
-                window, lambda: self._attempt(window, number, watch), what
-            )
-            if not finite:
-                fault = "the loss or the gradient is not finite"
-                if run.config.train.on_nonfinite == "stop":
-                    raise UserError(f"{what}: {fault}; no parameter was changed")
-            else:
-                with watch.timed("step"):
-                    result = window.step()
-        seconds = watch.total - watch.seconds.get("held_out", 0.0)
+        done = run_update(self.retry, number, watch, lambda window: self._accumulate(window, number, watch))
+        loss, tokens = done.accumulated
         metrics = {
-            "lm/loss": loss_sum,
-            "lm/perplexity": math.exp(min(loss_sum, 50.0)),
+            "lm/loss": loss,
+            "lm/perplexity": math.exp(min(loss, 50.0)),
             "lm/tokens": float(tokens),
-            "optimizer/grad_norm": result.grad_norm if result else float("nan"),
-            "optimizer/lr": result.lr if result else 0.0,
-            "update/skipped": float(fault is not None),
-            "window/restarts": float(self.retry.restarts),
-            "pipeline/bubble": run.pipeline_use.bubble,
-            "speed/tokens_per_second": tokens / seconds,
-            "speed/updates_per_hour": 3600.0 / seconds,
-            "seconds/update": seconds,
+            **done.metrics,
+            **speed(tokens, watch.total - watch.seconds.get("held_out", 0.0)),
+            **{f"{name}_start": value for name, value in start.items()},
         }
-        metrics |= run.ledger.metrics() | {f"{name}_start": loss for name, loss in start.items()}
-        done, every = number + 1, run.config.lm.eval_every
-        if done == run.config.train.updates or (every and done % every == 0):
+        last, every = number + 1, settings.lm.eval_every
+        if last == settings.train.updates or (every and last % every == 0):
             metrics |= self._evaluate(watch)
         return metrics | {f"seconds/{k}": v for k, v in watch.seconds.items()}, []
 
@@ -97,11 +79,8 @@ class LmTrainer:
         dist.all_reduce(sum_2, group=runtime.groups.dp)
         return {"lm/held_out_loss": float(sum_2[0] / sum_2[1])}
 
-    def _attempt(self, window: UpdateWindow, number: int, watch: Stopwatch) -> tuple[float, int, bool]:
-        """Accumulate and reduce the update's sequences; ends in a collective over the world.
-
-        Returns the mean loss (nats per token), the token count, and whether loss and gradient are finite.
-        """
+    def _accumulate(self, window: UpdateWindow, number: int, watch: Stopwatch) -> tuple[float, int]:
+        """Add the gradient of the update's sequences. Returns the mean loss (nats per token) and the token count."""
         run, settings = self.run, self.run.config.lm
         count = settings.sequences_per_update
         sequences = [self.corpus.sequence(number * count + i, settings.sequence_length) for i in range(count)]
@@ -128,12 +107,7 @@ class LmTrainer:
             if run.runtime.is_last_stage:
                 dist.all_reduce(total, group=run.runtime.groups.dp_cp)
             total = from_last_stage(total, run.runtime)
-        with watch.timed("reduce"):
-            try:
-                window.reduce()
-            except NonFiniteLoss:  # on all ranks alike
-                return float("nan"), tokens, False
-            return float(total), tokens, window.gradient_finite()
+        return float(total), tokens
 
 
 def _mean_over(tokens: int) -> TokenLoss:

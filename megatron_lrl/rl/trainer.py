@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 
-from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.prompt import PromptGroup
-from megatron_lrl.lifetimes.replay import NonFiniteLoss
 from megatron_lrl.lifetimes.retry import Retry
-from megatron_lrl.lifetimes.run import Run, StepResult
+from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.stale import Drift, LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.schedule import in_lockstep
@@ -39,6 +37,7 @@ from megatron_lrl.rl.omitted import exact_gradient, measures_omitted, omitted_me
 from megatron_lrl.rl.reward_workers import RewardWorkers, part_metrics
 from megatron_lrl.rl.rewards import SOLVED, Reward
 from megatron_lrl.rl.stopwatch import Stopwatch
+from megatron_lrl.rl.update import run_update, speed
 from megatron_lrl.rollout.builtin import Rollout, Sampler
 from megatron_lrl.rollout.data import prompts_at
 from megatron_lrl.rollout.journal import Journal, Recorded
@@ -52,15 +51,14 @@ _TIMED = ("capture", "rollout", "score", "replay", "reduce", "step")
 
 
 @dataclass(frozen=True)
-class _Attempt:
-    """An update up to its step. Equal on every rank, except ``plan.local``."""
+class _Accumulated:
+    """An update up to its reduction. Equal on every rank, except ``plan.local`` and the gradient."""
 
     plan: WindowPlan
     recorded: Recorded
     sums: dict[str, torch.Tensor]
     drifts: list[Drift]
-    omitted: dict[str, float]  # what the contract leaves out, where this update measured it
-    fault: str | None  # what is not finite
+    exact: dict[str, torch.Tensor] | None  # the exact gradient, where this update measures what its contract leaves out
 
 
 class Trainer:
@@ -93,39 +91,31 @@ class Trainer:
     def update(self, number: int) -> tuple[dict[str, float], list[str]]:
         """One update at the current model version. Returns its metrics and sample texts (equal on every rank).
 
-        Raises `UserError` on all ranks: attempts are used up (`Retry.until_reduced`); a loss or gradient is not
-        finite and train.on_nonfinite is "stop". No parameter has changed then.
+        Raises as `run_update`.
         """
-        run, watch, what = self.run, Stopwatch(), f"update {number + 1}"
-        with UpdateWindow(run) as window:
-            done = self.retry.until_reduced(window, lambda: self._attempt(window, number, watch), what)
-            result = None
-            if done.fault is None:
-                with watch.timed("step"):
-                    result = window.step()
-            elif run.config.train.on_nonfinite == "stop":
-                raise UserError(
-                    f"{what}: {done.fault}; no parameter was changed "
-                    '(train.on_nonfinite = "skip" would go on without it)'
-                )
-            elif run.runtime.is_main:
-                print(f"{what} skipped: {done.fault}; no parameter was changed", flush=True)
+        watch = Stopwatch()
+        done = run_update(
+            self.retry,
+            number,
+            watch,
+            lambda window: self._accumulate(window, number, watch),
+            lambda found: {} if found.exact is None else omitted_metrics(self.run, found.exact),
+            lambda window, found: nonfinite_branches(window, found.plan, self.run.reference),
+        )
+        found = done.accumulated
         metrics = {
-            **_metrics(done.plan, done.sums, result, watch),
-            **_staleness(done.drifts),
-            **routing_mismatch(done.sums),
-            **done.omitted,
-            "rollout/entropy": done.recorded.entropy,
-            "update/skipped": float(done.fault is not None),
-            "window/restarts": float(self.retry.restarts),
-            "pipeline/bubble": run.pipeline_use.bubble,
-            **run.ledger.metrics(),
+            **_metrics(found.plan, found.sums, watch),
+            **_staleness(found.drifts),
+            **routing_mismatch(found.sums),
+            **done.measured,
+            "rollout/entropy": found.recorded.entropy,
+            **done.metrics,
         }
         self._recorded = None
-        return metrics, self._samples(done.recorded.groups)
+        return metrics, self._samples(found.recorded.groups)
 
-    def _attempt(self, window: UpdateWindow, number: int, watch: Stopwatch) -> _Attempt:
-        """Everything before the step; ends in a collective over the world."""
+    def _accumulate(self, window: UpdateWindow, number: int, watch: Stopwatch) -> _Accumulated:
+        """Sample, or take what is recorded, and add the window's gradient."""
         run, runtime = self.run, self.run.runtime
         with ExitStack() as resident:
             captured: dict[str, PromptGroup] = {}
@@ -144,17 +134,7 @@ class Trainer:
                 drifts = self._drifts(window, plan, captured)
             exact = exact_gradient(run, plan, watch) if measures_omitted(run.config, number) else None
             sums = accumulate(window, plan, captured=captured, reference=run.reference, watch=watch)
-        with watch.timed("reduce"):
-            try:
-                window.reduce()
-            except NonFiniteLoss as error:  # on all ranks alike
-                return _Attempt(plan, recorded, sums, drifts, {}, str(error))
-            omitted = {} if exact is None else omitted_metrics(run, exact)
-            finite = window.gradient_finite()
-        fault = None
-        if not finite:
-            fault = f"the gradient is not finite: {nonfinite_branches(window, plan, run.reference)}"
-        return _Attempt(plan, recorded, sums, drifts, omitted, fault)
+        return _Accumulated(plan, recorded, sums, drifts, exact)
 
     def _drifts(
         self, window: UpdateWindow, plan: WindowPlan, captured: dict[str, PromptGroup]
@@ -287,10 +267,8 @@ def _staleness(drifts: Sequence[Drift]) -> dict[str, float]:
     }
 
 
-def _metrics(
-    plan: WindowPlan, sums: dict[str, torch.Tensor], result: StepResult | None, watch: Stopwatch
-) -> dict[str, float]:
-    """Everything TensorBoard shows of an update, bytes and sampler entropy apart. ``result``: None, if skipped."""
+def _metrics(plan: WindowPlan, sums: dict[str, torch.Tensor], watch: Stopwatch) -> dict[str, float]:
+    """What TensorBoard shows of an update's responses."""
     responses = [response for group in plan.groups for response in group.responses]
     rewards = [float(response.reward or 0.0) for response in responses]
     # Of a response: the mean over the tokens that the policy chose.
@@ -300,7 +278,6 @@ def _metrics(
     lengths = [len(response.ids) for response in responses]
     loss = summarise(sums)
     tokens, shared = sum(len(group.prompt_ids) - 1 for group in plan.groups) + sum(lengths), plan.shared
-    seconds = watch.total
     values: dict[str, Any] = {
         "reward/mean": sum(rewards) / len(rewards),
         "reward/max": max(rewards),
@@ -318,9 +295,7 @@ def _metrics(
         "update/responses_without_gradient": plan.skipped,
         "loss/total": loss["loss"],
         "loss/policy": loss["policy_loss"],
-        "speed/tokens_per_second": tokens / seconds,
-        "speed/updates_per_hour": 3600.0 / seconds,
-        "seconds/update": seconds,
+        **speed(tokens, watch.total),
     }
     if replayed := float(sums["tokens"]):  # else nothing is known of them
         values |= {
@@ -333,6 +308,4 @@ def _metrics(
             "mismatch/effective_sample_size": loss["effective_sample_size"],
             "mismatch/importance_capped": loss["importance_capped"],
         }
-    if result is not None:
-        values |= {"optimizer/grad_norm": result.grad_norm, "optimizer/lr": result.lr}
     return values | {f"seconds/{name}": watch.seconds.get(name, 0.0) for name in _TIMED}
