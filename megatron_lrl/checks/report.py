@@ -18,7 +18,6 @@ from typing import Any
 from megatron_lrl.checks.positions import PositionMismatch, boundary_prompts, replayed, sample_and_score
 from megatron_lrl.checks.rounding import Bar, moved_by_an_ulp
 from megatron_lrl.layers.kinds import describe_attention
-from megatron_lrl.lifetimes.gradients import GradientComparison, compare_gradients, snapshot
 from megatron_lrl.lifetimes.open import open_run, read_model_architecture
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow
@@ -26,6 +25,7 @@ from megatron_lrl.outputs import write_report
 from megatron_lrl.passes.lockstep import check_lockstep
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.finite import reduce_finite
+from megatron_lrl.rl.gradients import GradientComparison, compare_gradients, snapshot
 from megatron_lrl.rl.loss import k3, summarise
 from megatron_lrl.rl.verbs import load_prompts
 from megatron_lrl.rollout.text import Text, hf_folder

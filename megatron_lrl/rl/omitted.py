@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_lrl.lifetimes.gradients import compare_gradients, snapshot
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
+from megatron_lrl.rl.gradients import compare_gradients, snapshot
 from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.settings import Config
 

@@ -58,7 +58,9 @@ class _Accumulated:
     recorded: Recorded
     sums: dict[str, torch.Tensor]
     drifts: list[Drift]
-    exact: dict[str, torch.Tensor] | None  # the exact gradient, where this update measures what its contract leaves out
+    exact: (
+        dict[str, torch.Tensor] | None
+    )  # the exact gradient, where this update measures what its contract leaves out
 
 
 class Trainer:

@@ -10,12 +10,12 @@ from harness.worlds import World
 
 from megatron_lrl.checkpoint.hf_export import parameter_value, write_hf_file
 from megatron_lrl.errors import UserError
-from megatron_lrl.lifetimes.gradients import compare_gradients, snapshot
 from megatron_lrl.lifetimes.open import open_run, read_model_architecture
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate, nonfinite_branches
+from megatron_lrl.rl.gradients import compare_gradients, snapshot
 from megatron_lrl.rl.verbs import limits
 from megatron_lrl.rollout.data import read_trajectories
 from megatron_lrl.runtime import Runtime
