@@ -15,12 +15,12 @@ from torch import Tensor
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.node import Documents
 from megatron_lrl.lifetimes.replay import Replay
-from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow, WindowPhase
 from megatron_lrl.lifetimes.work import Branch, TokenLoss, work_of
 from megatron_lrl.passes.schedule import from_last_stage, in_lockstep
 from megatron_lrl.rl.lm_data import Corpus
+from megatron_lrl.rl.retry import Retry
 from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.rl.update import run_update, speed
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from megatron_lrl.lifetimes.prompt import PromptGroup
-from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.stale import Drift, LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
@@ -34,6 +33,7 @@ from megatron_lrl.rl.accumulate import (
 )
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.rl.omitted import exact_gradient, measures_omitted, omitted_metrics
+from megatron_lrl.rl.retry import Retry
 from megatron_lrl.rl.reward_workers import RewardWorkers, part_metrics
 from megatron_lrl.rl.rewards import SOLVED, Reward
 from megatron_lrl.rl.stopwatch import Stopwatch

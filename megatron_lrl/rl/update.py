@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.replay import NonFiniteLoss
-from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.window import UpdateWindow
+from megatron_lrl.rl.retry import Retry
 from megatron_lrl.rl.stopwatch import Stopwatch
 
 

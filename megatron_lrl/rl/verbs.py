@@ -30,7 +30,6 @@ from megatron_lrl.experts.record import RoutingShape
 from megatron_lrl.layers.moe.routing import expert_layers
 from megatron_lrl.lifetimes.open import open_run, read_model_architecture
 from megatron_lrl.lifetimes.prompt import PromptGroup
-from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.outputs import GRADIENT, held
@@ -51,6 +50,7 @@ from megatron_lrl.rl.interrupt import interruptible
 from megatron_lrl.rl.lm import LmTrainer
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.output import check_output, claim_output
+from megatron_lrl.rl.retry import Retry
 from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rollout.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories

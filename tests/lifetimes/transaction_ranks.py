@@ -18,11 +18,11 @@ from megatron_lrl.errors import UserError
 from megatron_lrl.lifetimes.identity import IdentityMismatch
 from megatron_lrl.lifetimes.open import open_run
 from megatron_lrl.lifetimes.prompt import PromptGroup
-from megatron_lrl.lifetimes.retry import Retry
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.stale import LeasedGroup, StalePrefixCache
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl import accumulate
+from megatron_lrl.rl.retry import Retry
 from megatron_lrl.rl.rewards import load_reward
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rollout.text import Text
