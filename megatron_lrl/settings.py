@@ -32,6 +32,12 @@ class ModelTable(Table):
         "bfloat16 model add up in float32, in sampling and replay alike, which brings the two closer together, for "
         "more saved bytes; no weights change, and nothing changes under float32",
     )
+    same_bits: Literal["off", "auto", "on"] = _key(
+        "off",
+        "whether a token's forward gives the same bits in any company, so that the trainer's log-probability of a "
+        "sampled token is the sampler's own number: \"on\" probes this machine's kernels at start and refuses where "
+        'they depend on the rows beside, "auto" goes without there; needs tp <= 2 and softmax attention',
+    )
     attention: Literal["full", "lastkv"] = _key(
         "full", "full causal attention, or LastKV: last-layer keys and values for all completed chunks"
     )

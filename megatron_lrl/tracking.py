@@ -39,6 +39,8 @@ _SUMMARY = (
     ("eval/reward_start", "held-out at first", ".3f"),
     ("eval/reward", "held-out", ".3f"),
     ("mismatch/kl", "kl", ".1e"),
+    ("mismatch/bitwise", "same bits", ".1%"),
+    ("mismatch/max_ratio_deviation", "ratio off by", ".1e"),
     ("optimizer/grad_norm", "grad", ".2f"),
     ("optimizer/lr", "lr", ".1e"),
     ("seconds/update", "s", ".1f"),

@@ -21,7 +21,7 @@ from megatron_lrl.lifetimes.window import UpdateWindow
 
 if TYPE_CHECKING:  # Megatron-Core is imported once the runtime has prepared it
     from megatron_lrl.lifetimes.run import Run
-    from megatron_lrl.lifetimes.work import TokenLoss, work_of
+    from megatron_lrl.lifetimes.work import TokenLoss
 
 MIB = 2**20
 
@@ -116,7 +116,7 @@ def run_window(
     buffers until the next window opens.
     """
     from megatron_lrl.lifetimes.contributions import BranchKey
-    from megatron_lrl.lifetimes.work import Branch, batches_of
+    from megatron_lrl.lifetimes.work import Branch, batches_of, work_of
 
     branches = [Branch(BranchKey("g", i), tuple(ids)) for i, ids in enumerate(responses)]
     batches = batches_of(branches, concurrent)

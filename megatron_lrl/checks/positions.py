@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_lrl.checks.parting import parting
 from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.schedule import in_lockstep
@@ -44,8 +45,11 @@ def boundary_prompts(chunk: int) -> tuple[int, ...]:
     )
 
 
-def sample_and_score(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], list[PositionMismatch]]:
-    """Sample a group of each prompt and replay it on the same prefix.
+def sample_and_score(
+    run: Run, prompts: Sequence[Prompt]
+) -> tuple[list[Group], list[PositionMismatch], str | None]:
+    """Sample a group of each prompt and replay it on the same prefix. The third result says where the two part, None if
+    every log-probability is the same number.
 
     Every rank samples all of them (draws do not depend on the rank). Responses are cut to unequal lengths, under LastKV
     to end before, on and after a boundary: the first tokens of a response and their log-probabilities stay valid.
@@ -53,6 +57,7 @@ def sample_and_score(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], 
     rollout, sampler = run.config.rollout, Sampler(run, ())
     groups: list[Group] = []
     rows: list[PositionMismatch] = []
+    parted: str | None = None
     with UpdateWindow(run) as window, in_lockstep(run):
         for prompt in prompts:
             with window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False) as prefix:
@@ -63,9 +68,13 @@ def sample_and_score(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], 
                 )
                 group = Group(prompt.id, prompt.prompt_ids, responses)
                 replayed = score_group(prefix, branches_of(group))
+                found = _by_position(run, group, [replayed[branch.key] for branch in branches_of(group)])
+                differs = any(row.max_difference > 0 for row in found)
+                if any(run.runtime.gather_objects(differs)) and parted is None:
+                    parted = parting(run, prefix) or "not in the first tokens of all responses at once"
             groups.append(group)
-            rows += _by_position(run, group, [replayed[branch.key] for branch in branches_of(group)])
-    return groups, rows
+            rows += found
+    return groups, rows, parted
 
 
 def replayed(run: Run, groups: Sequence[Group]) -> torch.Tensor:

@@ -50,7 +50,7 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
     arch = runtime.together(read_model_architecture, config)
     runtime.together(check_lockstep, config, arch, runtime.layout, "conventional")
     with open_run(config, runtime, gradients=True) as run:
-        groups, mismatch = sample_and_score(run, prompts)
+        groups, mismatch, parted = sample_and_score(run, prompts)
         # Fixed advantages of both signs, so that no term of the gradient vanishes.
         groups = [_with_advantages(group) for group in groups]
         report: dict[str, Any] = {
@@ -68,6 +68,7 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
             peaks[contract] = dict(run.ledger.peak)
         bars = _bars(run, groups, summary, comparisons["exact"]["all"], baseline)
         report["sampler_vs_replay"] = summary
+        report["parted"] = parted
         report["by_position"] = [asdict(row) for row in mismatch]
         report["gradients"] = {
             contract: {kind: asdict(value) for kind, value in rows.items()}
@@ -75,11 +76,12 @@ def check(config: Config, runtime: Runtime, out: str | None) -> bool:
         }
         report["peak_bytes"] = peaks
         report["bars"] = {name: bar.to_dict() for name, bar in bars.items()}
+        same_bits = run.core(run.model).same_bits
     if runtime.is_main:
-        print(_text(report, mismatch, comparisons, bars), flush=True)
+        print(_text(report, mismatch, comparisons, bars, same_bits), flush=True)
     if out is not None:
         runtime.together(lambda: write_report(out, report) if runtime.is_main else None)
-    return all(bar.passed for bar in bars.values())
+    return (parted is None or not same_bits) and all(bar.passed for bar in bars.values())
 
 
 def _bars(
@@ -151,6 +153,7 @@ def _text(
     mismatch: Sequence[PositionMismatch],
     comparisons: dict[str, dict[str, GradientComparison]],
     bars: dict[str, Bar],
+    same_bits: bool,
 ) -> str:
     lines = [
         f"prompts of {report['prompts']} tokens, responses of {report['responses']}, {report['dtype']}, "
@@ -162,6 +165,7 @@ def _text(
             for name, value in report["sampler_vs_replay"].items()
         ),
     ]
+    lines.append("  same bits" if report["parted"] is None else f"  first difference: {report['parted']}")
     worst = sorted(mismatch, key=lambda row: -row.max_difference)[:WORST]
     lines += ["", "positions with the largest differences", *(f"  {row}" for row in worst)]
     for contract, rows in comparisons.items():
@@ -176,4 +180,6 @@ def _text(
     for contract, peak in report["peak_bytes"].items():
         lines.append(f"  {contract:14s} replay {peak['replay']:>14,}  resident {peak['group']:>14,}")
     lines += ["", *map(str, bars.values())]
+    if same_bits:
+        lines.append(f"{'pass' if report['parted'] is None else 'FAIL'}  same bits")
     return "\n".join(lines)

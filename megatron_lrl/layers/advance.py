@@ -6,6 +6,7 @@ Capture, sampling, scoring and replay all call it; it has no mode. Whether a gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -56,7 +57,13 @@ def token_layout(model: Any, state: State, lengths: Sequence[int]) -> TokenLayou
         cp_size=cp.size(),
         cp_rank=cp.rank(),
         multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        same_bits=model.same_bits,
     )
+
+
+def local_keys(model: Any, state: State, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Keys of each stretch [low, high) of positions that lie on this rank, if it is fed to a state of one branch."""
+    return [replace(token_layout(model, state, [high - low]), starts=(low,)).keys for low, high in spans]
 
 
 def split_rounds(state: State, tokens: Sequence[Tokens], longest: int = 0) -> list[list[Tokens]]:

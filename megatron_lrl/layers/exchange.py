@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lrl.layers.layout import TokenLayout
+
 
 def group_size(group: Any) -> int:
     """Size of a process group; None stands for one rank alone."""
@@ -48,3 +50,27 @@ def sum_to_owner(x: Tensor, group: Any) -> Tensor:
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
     return out
+
+
+def keys_to_owners(k_mhd: Tensor, v_mhd: Tensor, layout: TokenLayout, group: Any) -> tuple[Tensor, Tensor]:
+    """New keys and values of this rank's slots -> those of the positions it owns, where they are dealt."""
+    if not layout.dealt:
+        return k_mhd, v_mhd
+    k, v = _ToOwners.apply(torch.cat([k_mhd, v_mhd], -1), layout, group).split(
+        [k_mhd.shape[-1], v_mhd.shape[-1]], -1
+    )
+    return k.contiguous(), v.contiguous()
+
+
+class _ToOwners(torch.autograd.Function):
+    """Every slot has one owner at most, so the sums of the backward add zeros: gradients return unrounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x_mhd: Tensor, layout: TokenLayout, group: Any) -> Tensor:
+        ctx.slots, ctx.padded, ctx.group = layout.key_slots.to(x_mhd.device), layout.padded, group
+        return gather_tokens(x_mhd, group).index_select(0, ctx.slots)
+
+    @staticmethod
+    def backward(ctx: Any, dx_khd: Tensor) -> tuple[Tensor, None, None]:
+        dx_Mhd = dx_khd.new_zeros(ctx.padded, *dx_khd.shape[1:]).index_copy_(0, ctx.slots, dx_khd)
+        return sum_to_owner(dx_Mhd, ctx.group), None, None

@@ -20,14 +20,22 @@ import torch
 NEW = -1
 """`Task.source` of the new tokens themselves; other values index the state's blocks."""
 
+MIN_ROWS = 8
+"""Rows from which on a float32 product gives a row the same bits whatever the others are."""
+
+
+TILE = 256
+"""Where a token's bits must not depend on the others: keys of a tile, positions of a block that one cp rank owns."""
+
 
 class Piece(NamedTuple):
-    """A run of new tokens on this rank: ``branches`` whole-or-partial branches of ``length`` tokens each."""
+    """A run of new keys on this rank: ``branches`` whole-or-partial branches of ``length`` tokens each."""
 
     branch: int
     branches: int
-    start: int  # first slot in this rank's slice
+    start: int  # place of the first one among this rank's new keys
     length: int  # tokens of each branch
+    first: int = 0  # new tokens of the branch before it
 
 
 def pieces_of(pieces: Iterable[Piece], first: int, branches: int) -> Iterator[Piece]:
@@ -37,7 +45,7 @@ def pieces_of(pieces: Iterable[Piece], first: int, branches: int) -> Iterator[Pi
         count = min(piece.branch + piece.branches, first + branches) - low
         if count > 0:
             start = piece.start + (low - piece.branch) * piece.length
-            yield Piece(low - first, count, start, piece.length)
+            yield Piece(low - first, count, start, piece.length, piece.first)
 
 
 class Task(NamedTuple):
@@ -65,6 +73,11 @@ class BlockShape(NamedTuple):
     length: int
     readers: int = 0  # branches from `branch` on that see a shared block; 0: all of them
 
+    def read_by(self, branch: int) -> bool:
+        """Whether the branch's new tokens see it."""
+        count = self.readers if self.shared else self.branches
+        return (self.shared and not count) or self.branch <= branch < self.branch + count
+
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -75,7 +88,11 @@ class TokenLayout:
     cp_size: int = 1
     cp_rank: int = 0
     multiple: int = 1  # local slices are a multiple of this (tp under sequence parallelism)
+    same_bits: bool = False  # a token's result must not depend on the others: enough rows, tiles by position
     offsets: tuple[int, ...] = field(init=False)
+    _visible: dict[tuple[int, int], list[int]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", (0, *accumulate(self.lengths)))
@@ -89,7 +106,7 @@ class TokenLayout:
     def local_slots(self) -> int:
         """m: slots of each rank's slice, padding included."""
         unit = self.cp_size * self.multiple
-        return max(1, -(-self.tokens // unit)) * self.multiple
+        return max(MIN_ROWS if self.same_bits else 1, -(-self.tokens // unit)) * self.multiple
 
     @property
     def padded(self) -> int:
@@ -104,6 +121,44 @@ class TokenLayout:
     def local_tokens(self) -> int:
         """Real tokens in this rank's slice."""
         return max(0, min(self.local_slots, self.tokens - self.local_start))
+
+    @property
+    def dealt(self) -> bool:
+        """Whether keys leave their query's rank for the one that owns their position: blocks of `TILE`, dealt round.
+
+        Ownership then depends neither on the pass nor on the other branches, and every rank owns as much of any
+        stretch of positions, to one block. Otherwise a rank's new keys are those of its slice.
+        """
+        return self.same_bits and self.cp_size > 1
+
+    def owned_before(self, position: int) -> int:
+        """How many positions below this one this rank owns, if they are dealt (alone it owns all)."""
+        turns, rest = divmod(position, TILE * self.cp_size)
+        return turns * TILE + min(max(rest - self.cp_rank * TILE, 0), TILE)
+
+    @property
+    def keys(self) -> int:
+        """New keys of this rank."""
+        return sum(piece.branches * piece.length for piece in self.pieces)
+
+    @cached_property
+    def key_slots(self) -> torch.Tensor:
+        """[keys] int64: the slot, among those of all ranks, that each of this rank's new keys comes from."""
+        starts = [
+            (self.offsets[piece.branch + i] + piece.first, piece.length)
+            for piece in self.pieces
+            for i in range(piece.branches)
+        ]
+        return torch.cat([torch.arange(0), *(torch.arange(low, low + length) for low, length in starts)])
+
+    def visible(self, branch: int) -> Sequence[int]:
+        """For each new token of a branch, how many keys of this rank it sees, of all from position 0 on."""
+        start, length = self.starts[branch], self.lengths[branch]
+        if not self.dealt:
+            return range(start + 1, start + length + 1)
+        if (start, length) not in self._visible:
+            self._visible[start, length] = [self.owned_before(start + i) for i in range(1, length + 1)]
+        return self._visible[start, length]
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """[m] int64: absolute position of each local slot; padding continues the last branch."""
@@ -127,7 +182,9 @@ class TokenLayout:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The new tokens on this rank, neighbours of equal whole length joined into one batch."""
+        """This rank's new keys, neighbours of equal whole length joined into one batch."""
+        if self.dealt:
+            return self._dealt_pieces()
         low, high = self.local_start, self.local_start + self.local_tokens
         pieces: list[Piece] = []
         for branch, length in enumerate(self.lengths):
@@ -145,8 +202,36 @@ class TokenLayout:
             ):
                 pieces[-1] = previous._replace(branches=previous.branches + 1)
             else:
-                pieces.append(Piece(branch, 1, first - low, last - first))
+                pieces.append(Piece(branch, 1, first - low, last - first, first - self.offsets[branch]))
         return tuple(pieces)
+
+    def _dealt_pieces(self) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
+        at, turn = 0, TILE * self.cp_size
+        for run in self.runs(()):
+            start = self.starts[run.branch]
+            for block in range(start // turn * turn + self.cp_rank * TILE, start + run.length, turn):
+                low, high = max(start, block), min(start + run.length, block + TILE)
+                if low < high:
+                    pieces.append(Piece(run.branch, run.branches, at, high - low, low - start))
+                    at += run.branches * (high - low)
+        return tuple(pieces)
+
+    def runs(self, blocks: Sequence[BlockShape]) -> tuple[Piece, ...]:
+        """Neighbouring branches with new tokens of the same positions, each inside or outside every block as one."""
+        belonging = [(b.branch, b.readers if b.shared else b.branches) for b in blocks]
+        edges = {edge for first, count in belonging if count for edge in (first, first + count)}
+        runs: list[Piece] = []
+        for branch, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            if not length:
+                continue
+            last = runs[-1] if runs else None
+            joins = last is not None and last.branch + last.branches == branch and branch not in edges
+            if last is not None and joins and (self.starts[last.branch], last.length) == (start, length):
+                runs[-1] = last._replace(branches=last.branches + 1)
+            else:
+                runs.append(Piece(branch, 1, self.offsets[branch], length))
+        return tuple(runs)
 
     def plan(self, blocks: Sequence[BlockShape]) -> tuple[Task, ...]:
         """All kernel calls of this rank: gathered queries against its own blocks and its own new keys."""
@@ -162,11 +247,16 @@ class TokenLayout:
             else:
                 tasks += self._own_block_tasks(index, block)
         for piece in self.pieces:
-            q_start = self.local_start + piece.start
-            tasks.append(Task(NEW, q_start, piece.length, piece.branches, piece.start, piece.length, True))
-            rest = self.offsets[piece.branch + 1] - (q_start + piece.length)
-            if piece.branches == 1 and rest > 0:
-                tasks.append(Task(NEW, q_start + piece.length, rest, 1, piece.start, piece.length, False))
+            length = piece.length
+            if length == self.lengths[piece.branch]:
+                q_start = self.offsets[piece.branch]
+                tasks.append(Task(NEW, q_start, length, piece.branches, piece.start, length, True))
+                continue
+            for i in range(piece.branches):
+                q_start, k_start = self.offsets[piece.branch + i] + piece.first, piece.start + i * length
+                tasks.append(Task(NEW, q_start, length, 1, k_start, length, True))
+                if rest := self.offsets[piece.branch + i + 1] - (q_start + length):
+                    tasks.append(Task(NEW, q_start + length, rest, 1, k_start, length, False))
         return tuple(tasks)
 
     def _own_block_tasks(self, index: int, block: BlockShape) -> list[Task]:

@@ -19,6 +19,7 @@ from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.models.build import PolicyModel, check_layout, configured_model
 from megatron_lrl.models.head import logits_rows
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
+from megatron_lrl.models.same_bits import check_same_bits, keep_same_bits, settle_same_bits
 from megatron_lrl.passes.lockstep import Lockstep, check_lockstep, spans_replicas
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
@@ -89,6 +90,7 @@ def open_run(
     """
     arch = runtime.together(read_model_architecture, config)
     runtime.together(check_layout, arch, runtime.layout)
+    runtime.together(check_same_bits, config, arch, runtime)
     runtime.together(check_lockstep, config, arch, runtime.layout)
     runtime.together(check_routing, config, arch)
     if runtime.is_main:
@@ -99,11 +101,16 @@ def open_run(
         print(f"logits: of {rows} response tokens at a time (replay.logits_chunk)", flush=True)
     libraries = process_bytes()
     model: Any = load_policy(config, runtime, arch)
+    said = settle_same_bits(config, arch, runtime, model)
+    if said and runtime.is_main:
+        print(said, flush=True)
     run = Run(config, runtime, arch, model, version=1, ledger=Ledger(libraries=libraries))
     if spans_replicas(runtime.layout):
         run.lockstep = Lockstep(run)
     if optimizer and config.loss.kl_coef > 0:
         run.reference = load_policy(config, runtime, arch).requires_grad_(False)
+        if not model.same_bits and run.reference.same_bits:
+            keep_same_bits(run.reference, False)
     if gradients or optimizer:
         shard = optimizer and runtime.groups.dp_cp.size() > 1
         run.model = wrap_ddp(model, runtime, shard)

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_lrl.layers.advance import token_layout
+from megatron_lrl.layers.advance import local_keys, token_layout
 from megatron_lrl.layers.sequence import SequenceState
 from megatron_lrl.lifetimes.identity import Identity
 from megatron_lrl.lifetimes.ledger import SavedBytes
@@ -132,7 +132,7 @@ class PromptGroup(Node):
             return
         spans = self.spans()
         core, empty = self.run.core(self.model), self.run.new_state(1)
-        local = [token_layout(core, empty, [high - low]).local_tokens for low, high in spans]
+        local = local_keys(core, empty, spans)
         live = self.live_from < len(self.prefix_ids)
         self.state = self.run.new_state(
             1,

@@ -111,7 +111,7 @@ class Run:
             count=len(prefix_ids),
             attention=describe_attention(self.arch),
             rope=str(self.arch.rope.to_dict()),
-            precision=str(self.precision),
+            precision=f"{self.precision}{', same bits' if core.same_bits else ''}",
             routing=routing_policy(self.arch, self.config),
             layout=f"tp{layout.tp} cp{layout.cp} pp{layout.pp} ep{layout.ep} sp{int(core.config.sequence_parallel)}",
         )

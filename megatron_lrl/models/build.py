@@ -18,6 +18,7 @@ from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.kinds import KINDS, kinds_of
 from megatron_lrl.layers.moe import kind as moe
 from megatron_lrl.models.layout_check import check_layout
+from megatron_lrl.models.same_bits import keep_same_bits, wants_same_bits
 from megatron_lrl.precision import Precision
 from megatron_lrl.runtime import Layout, Runtime
 from megatron_lrl.settings import Config
@@ -172,6 +173,8 @@ class PolicyModel(GPTModel):
             pg_collection=pg_collection,
         )
         self.arch = arch
+        self.same_bits = False
+        """Whether a token's forward must give the same bits in any company; see `layers.softmax.invariant`."""
         self.position_embedding_type = "rope"
         self.rotary_pos_emb = PositionRotaryEmbedding(arch.rope, config.params_dtype, device)
 
@@ -207,5 +210,8 @@ def build_model(
 
 
 def configured_model(config: Config, arch: Architecture, runtime: Runtime) -> PolicyModel:
-    """`build_model` with a run's dtypes and sequence parallelism."""
-    return build_model(arch, runtime, Precision.of(config), config.parallel.sequence_parallel)
+    """`build_model` with a run's dtypes, sequence parallelism and `same_bits`."""
+    model = build_model(arch, runtime, Precision.of(config), config.parallel.sequence_parallel)
+    if wants_same_bits(config, arch, runtime.layout, runtime.device):
+        keep_same_bits(model, True)
+    return model

@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_lrl.layers.exchange import gather_tokens
-from megatron_lrl.layers.layout import TokenLayout
+from megatron_lrl.layers.exchange import gather_tokens, group_size
+from megatron_lrl.layers.layout import MIN_ROWS, TokenLayout
 from megatron_lrl.precision import accumulate_dtype
 from megatron_lrl.settings import Config
 
@@ -61,8 +61,10 @@ def local_logits(
     hidden_nH: Tensor, weight_vH: Tensor, vocab_size: int, tp_rank: int, temperature: float
 ) -> Tensor:
     """[n, v] logits / temperature in the accumulation dtype; columns beyond the true vocabulary are -inf."""
-    wide = accumulate_dtype(weight_vH.dtype)
-    logits_nv = (hidden_nH @ weight_vH.t()).to(wide)
+    wide, n = accumulate_dtype(weight_vH.dtype), hidden_nH.shape[0]
+    if 0 < n < MIN_ROWS:  # a row's logits are the same numbers however many rows there are
+        hidden_nH = torch.cat([hidden_nH, hidden_nH.new_zeros(MIN_ROWS - n, hidden_nH.shape[1])])
+    logits_nv = (hidden_nH @ weight_vH.t())[:n].to(wide)
     if temperature != 1.0:
         logits_nv = logits_nv / temperature
     valid = vocab_size - tp_rank * weight_vH.shape[0]
@@ -99,28 +101,39 @@ def policy_logprobs(
     return _PolicyLogprobs.apply(hidden_nH, weight_vH, target_n, vocab_size, temperature, tp_group, chunk)
 
 
+def of_targets(logits_nv: Tensor, target_n: Tensor, tp_group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each row's target, the row's entropy and its log-sum-exp, from this tp rank's columns.
+
+    The one way from logits to log-probabilities, for sampler and scorer. Overwrites ``logits_nv``. ``tp_group`` None:
+    these columns alone.
+    """
+    v = logits_nv.shape[1]
+    first = 0 if tp_group is None else tp_group.rank() * v
+    top = logits_nv.amax(-1)
+    _reduce(top, dist.ReduceOp.MAX, tp_group)
+    p = (logits_nv - top.unsqueeze(-1)).exp_()
+    mine = (target_n >= first) & (target_n < first + v)
+    index = (target_n - first).clamp(0, v - 1).unsqueeze(-1)
+    chosen = torch.where(mine, logits_nv.gather(-1, index).squeeze(-1), 0)
+    weighted = (p * logits_nv.masked_fill_(logits_nv == float("-inf"), 0)).sum(-1)
+    sums = torch.stack([p.sum(-1), weighted, chosen])
+    _reduce(sums, dist.ReduceOp.SUM, tp_group)
+    lse = sums[0].log() + top
+    return sums[2] - lse, lse - sums[1] / sums[0], lse
+
+
 class _PolicyLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_nH, weight_vH, target_n, vocab_size, temperature, tp_group, chunk):
         tp_rank = tp_group.rank()
-        first = tp_rank * weight_vH.shape[0]
         logprobs, entropies, normalisers = [], [], []
         for hidden, target in zip(hidden_nH.split(chunk), target_n.split(chunk), strict=True):
             logits = local_logits(hidden, weight_vH, vocab_size, tp_rank, temperature)
-            top = logits.amax(-1)
-            _reduce(top, dist.ReduceOp.MAX, tp_group)
-            p = (logits - top.unsqueeze(-1)).exp_()
-            mine = (target >= first) & (target < first + weight_vH.shape[0])
-            index = (target - first).clamp(0, weight_vH.shape[0] - 1).unsqueeze(-1)
-            chosen = torch.where(mine, logits.gather(-1, index).squeeze(-1), 0)
-            weighted = (p * logits.masked_fill_(logits == float("-inf"), 0)).sum(-1)
-            sums = torch.stack([p.sum(-1), weighted, chosen])
-            _reduce(sums, dist.ReduceOp.SUM, tp_group)
-            lse = sums[0].log() + top
-            logprobs.append(sums[2] - lse)
-            entropies.append(lse - sums[1] / sums[0])
+            logprob, entropy, lse = of_targets(logits, target, tp_group)
+            logprobs.append(logprob)
+            entropies.append(entropy)
             normalisers.append(lse)
-            del logits, p  # or they stand beside the next rows'
+            del logits  # or they stand beside the next rows'
         wide = accumulate_dtype(weight_vH.dtype)
         empty = hidden_nH.new_empty(0, dtype=wide)
         logprob_n, entropy_n, lse_n = (
@@ -160,7 +173,7 @@ class _PolicyLogprobs(torch.autograd.Function):
 
 
 def _reduce(x: Tensor, op: Any, group: Any) -> None:
-    if group.size() > 1:
+    if group_size(group) > 1:
         dist.all_reduce(x, op=op, group=group)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_lrl.checkpoint.hf_export import gradient_file_bytes
 from megatron_lrl.checkpoint.optimizer_state import prime, saving_bytes
-from megatron_lrl.layers.advance import token_layout
+from megatron_lrl.layers.advance import local_keys
 from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.kind import Capture, Place
 from megatron_lrl.layers.kinds import kinds_of
@@ -181,9 +181,8 @@ class Plan:
     def _capture(self, prompt: int, contract: str) -> Capture:
         group = self._group(prompt, contract)
         spans = group.spans()
-        return Capture(
-            tuple(spans), tuple(self._local_tokens(spans)), group.live_from, group.restarts().positions
-        )
+        local = local_keys(self.run.core(self.run.model), self.run.new_state(1), spans)
+        return Capture(tuple(spans), tuple(local), group.live_from, group.restarts().positions)
 
     def _group(self, prompt: int, contract: str) -> PromptGroup:
         """A group that is never captured: it knows where its chunks lie. Its ids take no room, however many."""
@@ -192,13 +191,6 @@ class Plan:
             group.prompt_ids = range(prompt)  # type: ignore[assignment]
             self._groups[prompt, contract] = group
         return self._groups[prompt, contract]
-
-    def _local_tokens(self, spans: Sequence[tuple[int, int]]) -> list[int]:
-        """Tokens of captured chunks that lie on this rank."""
-        core, empty = self.run.core(self.run.model), self.run.new_state(1)
-        lengths = {high - low for low, high in spans}
-        local = {n: token_layout(core, empty, [n]).local_tokens for n in lengths}
-        return [local[high - low] for low, high in spans]
 
     @property
     def _place(self) -> Place:

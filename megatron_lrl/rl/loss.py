@@ -111,6 +111,7 @@ def policy_loss(
       (unweighted);
     - clip_low_count, clip_high_count, ratio_sum, ratio_deviation_max (of |ratio - 1|), neg_logprob_sum;
     - of logprob against the distribution that sampled (sampler_logprob_N, else old_logprob_N):
+      mismatch_bitwise_count (replay's number is the sampler's), mismatch_ratio_max (of |replay / sampler - 1|),
       mismatch_kl_sum (k3), mismatch_weight_sum and mismatch_weight_sq_sum (of the ratios and their squares);
     - importance_sum, importance_capped_count.
 
@@ -177,6 +178,10 @@ def policy_loss(
         "ratio_sum": (ratio_N * live_weight_N).sum(),
         "ratio_deviation_max": deviation_N.amax() if deviation_N.numel() else zero,
         "neg_logprob_sum": -fixed_N.sum(),
+        "mismatch_bitwise_count": (live_N & (fixed_N == sampler_N)).sum(),
+        "mismatch_ratio_max": ((mismatch_N.exp() - 1).abs() * live_weight_N).amax()
+        if fixed_N.numel()
+        else zero,
         "mismatch_kl_sum": k3(mismatch_N).sum(),
         "mismatch_weight_sum": drift_N.sum(),
         "mismatch_weight_sq_sum": drift_N.square().sum(),
@@ -227,7 +232,8 @@ def summarise(metrics: Mapping[str, Tensor]) -> dict[str, float]:
 
     loss, policy_loss, kl (of the objective); kl_per_token; clip_fraction and its two sides; ratio_mean;
     ratio_deviation_max; entropy_estimate (mean of -log p of the sampled tokens, nats); sampler_kl (k3 of
-    replay against sampler, nats per token); effective_sample_size (share in (0, 1], 1 = no mismatch);
+    replay against sampler, nats per token); bitwise (share of tokens with the sampler's very number);
+    sampler_ratio_max (largest |replay / sampler - 1|); effective_sample_size (share in (0, 1], 1 = no mismatch);
     importance_mean; importance_capped (share of tokens).
     """
     value = {name: float(tensor) for name, tensor in metrics.items()}
@@ -245,6 +251,8 @@ def summarise(metrics: Mapping[str, Tensor]) -> dict[str, float]:
         "ratio_deviation_max": value["ratio_deviation_max"],
         "entropy_estimate": value["neg_logprob_sum"] / tokens,
         "sampler_kl": value["mismatch_kl_sum"] / tokens,
+        "bitwise": value["mismatch_bitwise_count"] / tokens,
+        "sampler_ratio_max": value["mismatch_ratio_max"],
         "effective_sample_size": value["mismatch_weight_sum"] ** 2 / (tokens * squares) if squares else 0.0,
         "importance_mean": value["importance_sum"] / tokens,
         "importance_capped": value["importance_capped_count"] / tokens,

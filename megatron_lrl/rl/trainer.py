@@ -307,6 +307,8 @@ def _metrics(plan: WindowPlan, sums: dict[str, torch.Tensor], watch: Stopwatch) 
             "ratio/mean_before_step": loss["ratio_mean"],
             "ratio/max_deviation_before_step": loss["ratio_deviation_max"],
             "mismatch/kl": loss["sampler_kl"],
+            "mismatch/bitwise": loss["bitwise"],
+            "mismatch/max_ratio_deviation": loss["sampler_ratio_max"],
             "mismatch/effective_sample_size": loss["effective_sample_size"],
             "mismatch/importance_capped": loss["importance_capped"],
         }

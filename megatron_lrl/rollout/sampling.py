@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lrl.models.head import all_rows, gather_logits, local_logits, output_weight
+from megatron_lrl.models.head import all_rows, gather_logits, local_logits, of_targets, output_weight
 
 
 def uniform(seed: int, update: int, group: str, branch: int, index: int) -> float:
@@ -82,4 +83,8 @@ class SampleHead:
         u_n = torch.tensor(list(self.uniforms(first))[:count], dtype=torch.float64)
         u_n = u_n.to(logits_nV.device, non_blocking=True)
         token_n, logprob_n, entropy_n = draw(logits_nV, u_n, self.top_p)
+        if tp.size() > 1:  # ranks must ask for the same token's log-probability
+            dist.broadcast(token_n, src=dist.get_global_rank(tp, 0), group=tp)
+        if self.top_p >= 1.0:  # by the scorer's way, so that it is the scorer's number
+            logprob_n, entropy_n, _ = of_targets(logits_nv, token_n, tp)
         return torch.stack([token_n.double(), logprob_n.double(), entropy_n.double()])

@@ -11,8 +11,9 @@ Not shown: that the kernels compute what a task says (test_kernels, test_segment
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.dense_attention import dense_attention
 
-from megatron_lrl.layers.layout import NEW, BlockShape, TokenLayout
+from megatron_lrl.layers.layout import MIN_ROWS, NEW, BlockShape, TokenLayout
 
 
 class Case(NamedTuple):
@@ -28,6 +29,7 @@ class Case(NamedTuple):
     cp: int
     multiple: int
     blocks: tuple[tuple[BlockShape, ...], ...]  # of each rank
+    same_bits: bool = False
 
 
 @st.composite
@@ -44,12 +46,22 @@ def case(draw: st.DrawFn) -> Case:
         return BlockShape(False, first, draw(st.integers(1, len(lengths) - first)), draw(st.integers(0, 4)))
 
     blocks = tuple(tuple(draw(st.lists(block(), max_size=4))) for _ in range(cp))
-    return Case(tuple(lengths), cp, multiple, blocks)
+    return Case(tuple(lengths), cp, multiple, blocks, draw(st.booleans()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """Tiles of 3 keys: some branches cross several, others share one."""
+    with mock.patch("megatron_lrl.layers.layout.TILE", 3):
+        yield
 
 
 def layouts(case: Case) -> list[TokenLayout]:
     starts = tuple(100 + 10 * i for i in range(len(case.lengths)))
-    return [TokenLayout(starts, case.lengths, case.cp, rank, case.multiple) for rank in range(case.cp)]
+    return [
+        TokenLayout(starts, case.lengths, case.cp, rank, case.multiple, case.same_bits)
+        for rank in range(case.cp)
+    ]
 
 
 def covered(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,12 +83,12 @@ def covered(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             for row in range(shape.branches):
                 branch_t += [-1 if shape.shared else shape.branch + row] * shape.length
         for task in layout.plan(blocks):
-            origin = new + layout.local_start if task.source == NEW else firsts[task.source]
+            columns = new + layout.key_slots if task.source == NEW else torch.arange(firsts[task.source], new)
             for i in range(task.branches):
                 q = task.q_start + i * task.q_len
-                k = origin + task.k_start + i * task.k_len
+                k = task.k_start + i * task.k_len
                 ones = torch.ones(task.q_len, task.k_len, dtype=torch.int64)
-                count[q : q + task.q_len, k : k + task.k_len] += ones.tril() if task.causal else ones
+                count[q : q + task.q_len, columns[k : k + task.k_len]] += ones.tril() if task.causal else ones
     position_t = [0] * new
     for i, length in enumerate(case.lengths):
         branch_t += [i] * length
@@ -126,7 +138,28 @@ def test_slices_of_all_ranks_are_the_flat_list_and_its_positions(case: Case) -> 
     assert positions.dtype == torch.int64
     assert {layout.local_slots % case.multiple for layout in ranks} == {0}
     assert sum(layout.local_tokens for layout in ranks) == tokens
-    assert ranks[0].padded - tokens < case.cp * case.multiple, "padding is less than one unit"
+    if case.same_bits:
+        assert ranks[0].local_slots >= MIN_ROWS
+    else:
+        assert ranks[0].padded - tokens < case.cp * case.multiple, "padding is less than one unit"
+
+
+@settings(max_examples=100, deadline=None)
+@given(case())
+def test_dealt_keys_belong_to_their_positions(case: Case) -> None:
+    """Each rank has the keys of the blocks that are its turn, and every token sees the older ones of them."""
+    for layout in layouts(case._replace(same_bits=True)):
+        positions = torch.cat(
+            [torch.arange(s, s + n) for s, n in zip(layout.starts, case.lengths, strict=True)]
+        )
+        mine = positions // 3 % case.cp == layout.cp_rank
+        assert sorted(layout.key_slots.tolist()) == mine.nonzero().flatten().tolist()
+        assert layout.keys == int(mine.sum())
+        for branch, (start, length) in enumerate(zip(layout.starts, case.lengths, strict=True)):
+            below = [
+                sum(p // 3 % case.cp == layout.cp_rank for p in range(start + i + 1)) for i in range(length)
+            ]
+            assert list(layout.visible(branch)) == below
 
 
 @settings(max_examples=100, deadline=None)
@@ -139,8 +172,8 @@ def test_pieces_tile_each_rank_and_never_mix_lengths(case: Case) -> None:
             slot += piece.branches * piece.length
             if piece.branches > 1:
                 whole = layout.lengths[piece.branch : piece.branch + piece.branches]
-                assert set(whole) == {piece.length}
-        assert slot == layout.local_tokens
+                assert len(set(whole)) == 1 and (layout.dealt or whole[0] == piece.length)
+        assert slot == (layout.keys if layout.dealt else layout.local_tokens)
 
 
 @pytest.mark.parametrize(

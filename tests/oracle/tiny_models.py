@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -187,4 +188,18 @@ def write_case(root: Path | str, case: str, seed: int = 7) -> Path:
     if not (path / "config.json").exists():
         family, variation = {**CASES, **MORE_CASES}[case]
         make_hf_dir(path, family, seed, **variation)
+    return path
+
+
+def write_offset_case(root: Path | str, case: str, seed: int = 5) -> Path:
+    """`write_case` with key biases near +60 and -60 and query biases of 4, as published Qwen2.5 models come near to:
+    all scores of a query share an offset of hundreds."""
+    path = Path(root) / case
+    if not (path / "config.json").exists():
+        file = write_case(root, case) / "model.safetensors"
+        tensors, generator = load_file(file), torch.Generator().manual_seed(seed)
+        for name in sorted(name for name in tensors if name.endswith(("q_proj.bias", "k_proj.bias"))):
+            sign, noise = (torch.randn(tensors[name].shape, generator=generator) for _ in range(2))
+            tensors[name] = 60 * sign.sign() + noise if "k_proj" in name else 4 * noise
+        save_file(tensors, file, metadata={"format": "pt"})
     return path

@@ -24,7 +24,10 @@ class Answers:
         self.groups: dict[str, list[trajectories.Group]] = {"mixed": trajectories.window(3, shape=SHAPE)}
 
     def hf(self, case: str) -> Path:
-        """One of `tiny_models.CASES`; "-other" at the end: the same model with other weights."""
+        """One of `tiny_models.CASES`; "-other" at the end: the same model with other weights; "-offset": with large
+        biases of queries and keys."""
+        if case.endswith("-offset"):
+            return tiny_models.write_offset_case(self.root / "offset", case.removesuffix("-offset"))
         if case.endswith("-other"):
             return tiny_models.write_case(self.root / "other", case.removesuffix("-other"), seed=8)
         return tiny_models.write_case(self.root / "hf", case)

@@ -11,6 +11,7 @@ Legend: n slots of this rank (padding included), H hidden size, E experts, k exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,7 @@ class PolicyRouter(Router):
         self.spec = spec
         super().__init__(config, pg_collection, is_mtp_layer)
         self.hook: RoutingHook | None = None  # set by the layer for the length of a pass
+        self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
         device = torch.cuda.current_device()
         bias = torch.zeros(spec.num_experts, dtype=torch.float32, device=device) if spec.bias else None
         self.register_buffer("expert_bias", bias)
@@ -86,7 +88,7 @@ class PolicyRouter(Router):
         """Each expert's score for each token, wide."""
         if self.spec.score == "softmax":
             return logits_nE.softmax(-1, dtype=accumulate_dtype(logits_nE.dtype))
-        return logits_nE.sigmoid()
+        return self.sigmoid(logits_nE)
 
     def choose(self, scores_nE: Tensor) -> Tensor:
         """The k experts of each token [n, k] int64, in the order torch.topk gives them; no gradient."""

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_lrl.layers.advance import AdvanceContext
+from megatron_lrl.layers.exchange import keys_to_owners
 from megatron_lrl.layers.softmax.kv import KVLayer
 
 
@@ -56,17 +57,29 @@ class SegmentCoreAttention(MegatronModule):
         """query [m, 1, H, d], key and value [m, 1, h, d] -> [m, 1, H d]."""
         if not isinstance(packed_seq_params, AdvanceContext):
             raise RuntimeError("the model runs only through megatron_lrl.layers.advance")
-        o_mHd = self.attend(packed_seq_params, query.squeeze(1), key.squeeze(1), value.squeeze(1))
+        k, v = _to_owners(packed_seq_params, key, value)
+        o_mHd = self.attend(packed_seq_params, query.squeeze(1), k, v)
         return o_mHd.reshape(o_mHd.shape[0], 1, -1)
 
+    def grow(self, advance: AdvanceContext, key: Tensor, value: Tensor) -> None:
+        """The layer's state grows by key and value [m, 1, h, d] of new tokens whose attention nothing reads."""
+        self.append(advance, *_to_owners(advance, key, value))
+
     def attend(self, advance: AdvanceContext, q_mHd: Tensor, k_mhd: Tensor, v_mhd: Tensor) -> Tensor:
-        """Attention over the layer's state and the new tokens, by which it grows. Returns o_mHd."""
+        """Attention over the layer's state and the new tokens, by which it grows. Returns o_mHd.
+
+        ``k_mhd``, ``v_mhd``: of the keys that are this rank's (`TokenLayout.pieces`).
+        """
         layer = advance.state.layer(self.layer_number, KVLayer)
         return layer.attend(q_mHd, k_mhd, v_mhd, advance.layout, self.scale, advance.kv_cp_group)
 
     def append(self, advance: AdvanceContext, k_mhd: Tensor, v_mhd: Tensor) -> None:
         """The layer's state grows by new tokens whose attention nothing reads."""
         advance.state.layer(self.layer_number, KVLayer).append(k_mhd, v_mhd, advance.layout.pieces)
+
+
+def _to_owners(advance: AdvanceContext, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return keys_to_owners(key.squeeze(1), value.squeeze(1), advance.layout, advance.kv_cp_group)
 
 
 class RowParallelLinearWithBias(RowParallelLinear):
@@ -103,7 +116,7 @@ class GatedSelfAttention(SelfAttention):
             mscale=self._yarn_concentration_factor,
             cp_group=self.pg_collection.cp,
         )
-        self.core_attention.append(advance, key.squeeze(1), value.squeeze(1))
+        self.core_attention.grow(advance, key, value)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """x [m, 1, H d] times the sigmoid of gate [m, 1, H, d]."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_lrl.layers.kind import Growth, LayerState, Member
 from megatron_lrl.layers.layout import Piece, TokenLayout, pieces_of
-from megatron_lrl.layers.softmax.pages import Entry, Page, PageSlice, Shelf, enable_adjoints, piece_of
-from megatron_lrl.layers.softmax.segment import Block, segment_attention
+from megatron_lrl.layers.softmax.pages import Entry, Page, PageSlice, Shelf, enable_adjoints
+from megatron_lrl.layers.softmax.segment import Block, piece_of, segment_attention
 
 _GROWTH = 64
 """Smallest capacity, in tokens, of a page that follows a full one in decoding."""

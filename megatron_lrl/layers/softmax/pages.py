@@ -248,9 +248,3 @@ def _behind(x_bhtd: Tensor, y_bhtd: Tensor) -> bool:
         and x_bhtd.stride() == y_bhtd.stride()
         and x_bhtd.storage_offset() + t * x_bhtd.stride(2) == y_bhtd.storage_offset()
     )
-
-
-def piece_of(x_mhd: Tensor, piece: Piece) -> Tensor:
-    """[m, h, d] -> the piece's [b, h, t, d], a view."""
-    run = x_mhd[piece.start : piece.start + piece.branches * piece.length]
-    return run.view(piece.branches, piece.length, *x_mhd.shape[1:]).transpose(1, 2)

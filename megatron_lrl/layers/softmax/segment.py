@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.layers.exchange import gather_tokens, group_size, return_partials, sum_to_owner
-from megatron_lrl.layers.layout import NEW, BlockShape, Task, TokenLayout
-from megatron_lrl.layers.softmax import kernels
+from megatron_lrl.layers.layout import NEW, BlockShape, Piece, Task, TokenLayout
+from megatron_lrl.layers.softmax import invariant, kernels
 from megatron_lrl.precision import accumulate_dtype
 
 
@@ -164,9 +164,11 @@ class _SegmentAttention(torch.autograd.Function):
         wide = accumulate_dtype(q_mHd.dtype)
         (q_hMgd,) = _gather_by_head([q_mHd], k_mhd.shape[1], cp_group)
         g = q_hMgd.shape[2]
-        first_is_all = _first_covers(tasks, q_hMgd)
+        first_is_all = not layout.same_bits and _first_covers(tasks, q_hMgd)
         o_hMgd, lse_hMg = (q_hMgd, q_hMgd) if first_is_all else _nothing_seen(q_hMgd, wide)
-        for task in tasks:
+        if layout.same_bits:
+            _attend_by_position(q_hMgd, k_mhd, v_mhd, layout, blocks, scale, o_hMgd, lse_hMg)
+        for task in () if layout.same_bits else tasks:
             block = None if task.source == NEW else blocks[task.source]
             q_runs = _query_runs(q_hMgd, task)
             o_part, lse_part = kernels.attend(
@@ -232,6 +234,46 @@ class _SegmentAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
+def _attend_by_position(
+    q_hMgd: Tensor,
+    k_mhd: Tensor,
+    v_mhd: Tensor,
+    layout: TokenLayout,
+    blocks: Sequence[Block],
+    scale: float,
+    o_hMgd: Tensor,
+    lse_hMg: Tensor,
+) -> None:
+    """Output and log-sum-exp of all new tokens over this rank's keys, run by run, with the same bits in any company."""
+    for run in layout.runs([block.shape for block in blocks]):
+        sources = [
+            invariant.Source(block.k_bhtd, block.v_bhtd)
+            if block.shared
+            else invariant.Source(*(x[_rows_of(run, block.branch)] for x in (block.k_bhtd, block.v_bhtd)))
+            for block in blocks
+            if block.shape.read_by(run.branch)
+        ]
+        for piece in layout.pieces:
+            if piece.branch <= run.branch < piece.branch + piece.branches:
+                rows = _rows_of(run, piece.branch)
+                sources.append(invariant.Source(*(piece_of(x, piece)[rows] for x in (k_mhd, v_mhd))))
+        task = Task(NEW, run.start, run.length, run.branches, 0, 0, False)
+        o, lse = invariant.attend(_query_runs(q_hMgd, task), sources, layout.visible(run.branch), scale)
+        _query_runs(o_hMgd, task).copy_(o)
+        _query_runs(lse_hMg, task).copy_(lse)
+
+
+def _rows_of(run: Piece, branch: int) -> slice:
+    """The run's rows of what begins with ``branch``."""
+    return slice(run.branch - branch, run.branch - branch + run.branches)
+
+
+def piece_of(x_mhd: Tensor, piece: Piece) -> Tensor:
+    """[m, h, d] -> the piece's [b, h, t, d], a view."""
+    run = x_mhd[piece.start : piece.start + piece.branches * piece.length]
+    return run.view(piece.branches, piece.length, *x_mhd.shape[1:]).transpose(1, 2)
+
+
 def _nothing_seen(q_hMgd: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of queries that no key was visible to yet."""
     lse_hMg = torch.full(q_hMgd.shape[:3], float("-inf"), dtype=wide, device=q_hMgd.device)
@@ -245,8 +287,7 @@ def _collect(o_hMgd: Tensor, lse_hMg: Tensor, cp_group: Any, dtype: torch.dtype)
     else:
         packed = torch.cat([o_hMgd, lse_hMg.unsqueeze(-1)], dim=-1).transpose(0, 1)
         parts = return_partials(packed, cp_group)
-        o_parts, lse_parts = parts[..., :-1], parts[..., -1]
-        o, lse = _of_ranks(o_parts, lse_parts)
+        o, lse = _of_ranks(parts[..., :-1], parts[..., -1].contiguous())
     lse = lse.masked_fill(lse == float("-inf"), 0)
     m = o.shape[0]
     return o.reshape(m, -1, o.shape[-1]).to(dtype), lse.reshape(m, -1)
@@ -258,9 +299,19 @@ def _of_ranks(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
     exp(lse_part - lse) does not: lse is rounded in proportion to the offset, and the backward multiplies what the sum
     of the weights misses by that offset.
     """
-    weights = (lse_parts - lse_parts.amax(0).clamp_min(torch.finfo(lse_parts.dtype).min)).exp()
-    weights /= weights.sum(0).clamp_min(1)  # the largest is 1; all are 0 where no rank saw a key
-    return (o_parts * weights.unsqueeze(-1)).sum(0), torch.logsumexp(lse_parts, dim=0)
+    top = lse_parts.amax(0).clamp_min(torch.finfo(lse_parts.dtype).min)
+    weights = (lse_parts - top).exp()
+    total = _in_rank_order(weights)
+    weights /= total.clamp_min(1)  # the largest was 1; all are 0 where no rank saw a key
+    return _in_rank_order(o_parts * weights.unsqueeze(-1)), total.log_().add_(top)
+
+
+def _in_rank_order(parts: Tensor) -> Tensor:
+    """Sum over the ranks, in an order that does not depend on the shapes."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def _live_blocks(
