@@ -15,7 +15,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench_common import add_model_arguments, link_model, write_model
+from bench_common import link_model, options_of, write_model
 from bench_lastkv import measure
 
 from megatron_lrl.config import load_config
@@ -25,19 +25,16 @@ KINDS = ("off", "on")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options_of(
+        __doc__,
+        prompt=(4096, "P", "prompt tokens"),
+        response=(64, "R", "response tokens"),
+        group=(8, "G", "responses"),
+        chunk_size=(512, "Z", "capture chunk"),
+        repeats=(3, "N", "rounds; medians are shown"),
     )
-    add_model_arguments(parser)
     parser.add_argument("--hf", type=Path, metavar="DIR", help="a model in the place of the random one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--prompt", type=int, default=4096, metavar="P", help="prompt tokens (default 4096)")
-    parser.add_argument("--response", type=int, default=64, metavar="R", help="response tokens (default 64)")
-    parser.add_argument("--group", type=int, default=8, metavar="G", help="responses (default 8)")
-    parser.add_argument(
-        "--chunk-size", type=int, default=512, metavar="Z", help="capture chunk (default 512)"
-    )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; medians (default 3)")
     return parser.parse_args()
 
 

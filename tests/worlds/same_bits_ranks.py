@@ -38,8 +38,29 @@ def sampled_and_replayed(world: World, cases: Sequence[Case]) -> list[list[dict[
                 UpdateWindow(run) as window,
                 in_lockstep(run),
             ):
-                found.append([_one(run, window, i, ids, case) for i, ids in enumerate(case["prompt_ids"])])
+                groups = [_one(run, window, i, ids, case) for i, ids in enumerate(case["prompt_ids"])]
+                if case.get("together"):
+                    _sample_together(run, window, case, groups)
+                found.append(groups)
     return found
+
+
+def _sample_together(run: Any, window: Any, case: Case, groups: list[dict[str, Any]]) -> None:
+    """The case's prompts again, decoded as one flat list: the log-probabilities in the place of those of `_one`."""
+    prefixes = [
+        window.prompt_group(f"p{i}", tuple(ids), "response_only") for i, ids in enumerate(case["prompt_ids"])
+    ]
+    rollout = run.config.rollout
+    rollouts = Sampler(run, case.get("stop", ())).sample_together(
+        prefixes, rollout.group_size, rollout.max_new_tokens, 0
+    )
+    for group, sampled in zip(groups, rollouts, strict=True):
+        assert group["ids"] == [list(response.ids) for response in sampled.responses]
+        group["sampled"] = _logprobs(sampled.responses)
+
+
+def _logprobs(responses: Sequence[Any]) -> torch.Tensor:
+    return torch.tensor([x for response in responses for x in response.logprobs or ()], dtype=torch.float64)
 
 
 def where_they_part(world: World, cases: Sequence[Case]) -> list[str | None]:
@@ -63,9 +84,7 @@ def _one(run: Any, window: Any, number: int, prompt_ids: Sequence[int], case: Ca
         state = _state_hash(prefix.state)
     return {
         "ids": [list(response.ids) for response in sampled.responses],
-        "sampled": torch.tensor(
-            [x for r in sampled.responses for x in r.logprobs or ()], dtype=torch.float64
-        ),
+        "sampled": _logprobs(sampled.responses),
         "replayed": torch.cat([scored[branch.key].double() for branch in branches_of(group)]),
         "prefix": state,
     }

@@ -4,8 +4,9 @@ told from its bits.
 
 Why the test shows it: groups are sampled and scored on the same weights, in float32 and bfloat16, at prompts of 1 to
 530 tokens (below, across and beyond tiles of 256 keys, so that context parallel ranks own the new tokens in turn),
-captured and replayed in pieces that divide nothing, with branches that leave the batch as they end; `torch.equal`
-compares the numbers. Products of too few rows, tiles that depend on the pass, or no setting at all are found.
+captured and replayed in pieces that divide nothing, decoded group by group and all together, with branches that leave
+the batch as they end; `torch.equal` compares the numbers. Products of too few rows, tiles that depend on the pass, or
+no setting at all are found.
 Not shown: Gated DeltaNet and tp > 2 (refused by name); CUDA.
 """
 
@@ -80,6 +81,11 @@ def test_replay_has_the_samplers_bits(world: World, answers: Any) -> None:
     families = FAMILIES if world == ONE else (FAMILIES[turn % 3],)
     narrow, wide = DTYPES[turn % 2], DTYPES[(turn + 1) % 2]
     cases = {f"{f}-{d}": case(answers, f, d) for f in families for d in DTYPES}
+    cases["together"] = {**case(answers, families[-1], narrow), "together": True}
+    cases["C=16, together"] = {
+        **lastkv(answers, "llama", wide, 16, True, prompts=PROMPTS[:3]),
+        "together": True,
+    }
     cases["C=16"] = lastkv(answers, "qwen3", narrow, 16, turn % 4 < 2, prompts=PROMPTS[1:3])
     cases["C=3"] = lastkv(answers, "llama", wide, 3, turn % 4 >= 2, prompts=SHORT)
     require_same(world, cases)
