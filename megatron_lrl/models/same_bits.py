@@ -80,11 +80,26 @@ def settle_same_bits(config: Config, arch: Architecture, runtime: Runtime, model
 def keep_same_bits(model: Any, on: bool) -> None:
     """Let a `PolicyModel` give a token the same bits in any company, or stop."""
     model.same_bits = on
+    if next(model.parameters()).device.type == "cuda":
+        invariant_products(on)
     for module in model.modules():
         if getattr(module, "config", None) is not None:
             module.config.activation_func = silu if on else F.silu
         if hasattr(module, "token_dispatcher"):
             (keep_bits if on else release_bits)(module)
+
+
+def invariant_products(on: bool) -> None:
+    """On CUDA, in the whole process: Megatron-Core's batch-invariant kernels in the place of cuBLAS's products of two
+    matrices, log-softmax, means and Transformer Engine's own. What they leave (batched products) the probe judges."""
+    from megatron.core.transformer.custom_layers import (
+        batch_invariant_kernels as kernels,
+    )  # Triton's: CUDA alone
+
+    if on:
+        kernels.enable_batch_invariant_mode()
+    else:
+        kernels.disable_batch_invariant_mode()
 
 
 @torch.no_grad()

@@ -114,6 +114,18 @@ def test_bfloat16_stays_within_its_rounding(model: str, tmp_path: Path, report: 
 
 
 @pytest.mark.parametrize("world", [ONE, *PAIRS], ids=lambda world: world.name)
+def test_same_bits_hold_where_the_probe_says_so(world: World, tmp_path: Path, report: Any) -> None:
+    """`check` fails where it says "on" and a number differs."""
+    require_worlds(world)
+    inputs = Inputs(tmp_path, "qwen3-tied-yarn", "model.dtype=bfloat16", "model.same_bits=auto")
+    words = ["check", inputs.config, *world.overrides, *inputs.settings]
+    said = run_verb(world, words, device="cuda").require_success().out[0]
+    verdict = next(line for line in said.splitlines() if line.startswith("same bits: "))
+    report("verdict", verdict)
+    assert verdict.startswith(("same bits: on", "same bits: off: on this machine"))
+
+
+@pytest.mark.parametrize("world", [ONE, *PAIRS], ids=lambda world: world.name)
 def test_training_saves_and_resumes(world: World, tmp_path: Path) -> None:
     require_worlds(world)
     inputs = Inputs(tmp_path, "qwen3_5_moe-vl", "model.dtype=bfloat16")
