@@ -20,8 +20,22 @@ import torch
 NEW = -1
 """`Task.source` of the new tokens themselves; other values index the state's blocks."""
 
-MIN_ROWS = 8
-"""Rows from which on a float32 product gives a row the same bits whatever the others are."""
+ROWS = 8
+"""A float32 product of a multiple of so many rows gives each the same bits whatever the others are. Fewer take another
+kernel, and so does what is left over when threads share the rows."""
+
+
+def with_whole_rows(rows: int) -> int:
+    """The next multiple of `ROWS`."""
+    return -(-rows // ROWS) * ROWS
+
+
+def fill_rows(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Zeros after the rows along ``dim`` up to a multiple of `ROWS`."""
+    short = with_whole_rows(x.shape[dim]) - x.shape[dim]
+    if not short:
+        return x
+    return torch.cat([x, x.new_zeros(*x.shape[:dim], short, *x.shape[dim + 1 :])], dim)
 
 
 TILE = 256
@@ -106,7 +120,8 @@ class TokenLayout:
     def local_slots(self) -> int:
         """m: slots of each rank's slice, padding included."""
         unit = self.cp_size * self.multiple
-        return max(MIN_ROWS if self.same_bits else 1, -(-self.tokens // unit)) * self.multiple
+        slots = max(1, -(-self.tokens // unit))
+        return (with_whole_rows(slots) if self.same_bits else slots) * self.multiple
 
     @property
     def padded(self) -> int:

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_lrl.layers.exchange import gather_tokens, group_size
-from megatron_lrl.layers.layout import MIN_ROWS, TokenLayout
+from megatron_lrl.layers.layout import TokenLayout, fill_rows
 from megatron_lrl.precision import accumulate_dtype
 from megatron_lrl.settings import Config
 
@@ -62,9 +62,8 @@ def local_logits(
 ) -> Tensor:
     """[n, v] logits / temperature in the accumulation dtype; columns beyond the true vocabulary are -inf."""
     wide, n = accumulate_dtype(weight_vH.dtype), hidden_nH.shape[0]
-    if 0 < n < MIN_ROWS:  # a row's logits are the same numbers however many rows there are
-        hidden_nH = torch.cat([hidden_nH, hidden_nH.new_zeros(MIN_ROWS - n, hidden_nH.shape[1])])
-    logits_nv = (hidden_nH @ weight_vH.t())[:n].to(wide)
+    # A row's logits are the same numbers however many rows there are.
+    logits_nv = (fill_rows(hidden_nH) @ weight_vH.t())[:n].to(wide)
     if temperature != 1.0:
         logits_nv = logits_nv / temperature
     valid = vocab_size - tp_rank * weight_vH.shape[0]

@@ -19,14 +19,14 @@ from torch import Tensor
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.activation import silu
 from megatron_lrl.layers.architecture import ATTENTION, Architecture
-from megatron_lrl.layers.layout import MIN_ROWS, TILE
+from megatron_lrl.layers.layout import ROWS, TILE, with_whole_rows
 from megatron_lrl.layers.moe.same_bits import keep_bits, release_bits
 from megatron_lrl.layers.softmax import invariant
 from megatron_lrl.models.head import of_targets
 from megatron_lrl.runtime import Layout, Runtime
 from megatron_lrl.settings import Config
 
-_ROWS = (MIN_ROWS, MIN_ROWS + 1, 13, 24, 31, 64, 100)
+_ROWS = tuple(ROWS * n for n in (1, 2, 3, 4, 8, 13))
 _OPERATIONS = 2e10
 """Floating point operations that the probe of one product may take: it bounds the rows of the largest batch."""
 
@@ -126,7 +126,7 @@ def _operations(
 
     weights = {(tuple(p.shape), p.dtype): p for p in model.parameters() if p.dim() == 2}
     for ((n, k), dtype), weight_nk in weights.items():
-        count = max(_ROWS[-1], min(rows, int(_OPERATIONS / (2 * n * k))))
+        count = with_whole_rows(max(_ROWS[-1], min(rows, int(_OPERATIONS / (2 * n * k)))))
         name = f"the product [M, {k}] x [{k}, {n}] in {str(dtype).removeprefix('torch.')}"
         yield name, partial(F.linear, weight=weight_nk), maker(k, weight_nk, count)
     like = next(model.parameters())
@@ -151,7 +151,7 @@ def _rows_agree(operation: Callable[[Tensor], Tensor], make: Callable[[torch.Gen
     whole, count = operation(x), x.shape[0]
     return all(
         torch.equal(operation(x[first : first + rows]), whole[first : first + rows])
-        for rows in (*_ROWS, count - 1)
+        for rows in (*_ROWS, count - ROWS)
         for first in {min(1, count - rows), (count - rows) // 2 if rows < 32 else 0}
     )
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.dense_attention import dense_attention
 
-from megatron_lrl.layers.layout import MIN_ROWS, NEW, BlockShape, TokenLayout
+from megatron_lrl.layers.layout import NEW, ROWS, BlockShape, TokenLayout
 
 
 class Case(NamedTuple):
@@ -139,7 +139,7 @@ def test_slices_of_all_ranks_are_the_flat_list_and_its_positions(case: Case) -> 
     assert {layout.local_slots % case.multiple for layout in ranks} == {0}
     assert sum(layout.local_tokens for layout in ranks) == tokens
     if case.same_bits:
-        assert ranks[0].local_slots >= MIN_ROWS
+        assert ranks[0].local_slots % ROWS == 0
     else:
         assert ranks[0].padded - tokens < case.cp * case.multiple, "padding is less than one unit"
 

@@ -108,7 +108,7 @@ def broken(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
     elif fault == "rows":
-        with mock.patch.object(layout, "MIN_ROWS", 1):
+        with mock.patch.object(layout, "ROWS", 1):
             yield
     elif fault == "tiles":
         attend = invariant.attend
@@ -120,7 +120,7 @@ def broken(fault: str | None) -> Iterator[None]:
         with mock.patch.object(invariant, "attend", by_pass):
             yield
     elif fault == "experts":
-        with mock.patch.object(experts, "MIN_ROWS", 1):
+        with mock.patch.object(experts, "fill_rows", lambda x: x):
             yield
     else:
         raise ValueError(fault)

@@ -1,4 +1,4 @@
-"""Experts whose result for a token does not depend on the other tokens: products of enough rows, one order of sums.
+"""Experts whose result for a token does not depend on the other tokens: products of whole `ROWS`, one order of sums.
 
 Legend: n slots of this rank, k experts of a token, r rows of one expert, H hidden size.
 """
@@ -13,28 +13,24 @@ import torch
 from torch import Tensor
 
 from megatron_lrl.layers.activation import sigmoid
-from megatron_lrl.layers.layout import MIN_ROWS
+from megatron_lrl.layers.layout import fill_rows
 
 
 def keep_bits(layer: Any) -> None:
     """Let a Megatron-Core `MoELayer` with separate experts give a token the same bits in any company."""
     for expert in layer.experts.local_experts:
-        expert.forward = partial(_with_enough_rows, expert.forward)
+        expert.forward = partial(_with_whole_rows, expert.forward)
     dispatcher = layer.token_dispatcher
     dispatcher.combine_postprocess = partial(_combine, dispatcher)
     layer.router.sigmoid = sigmoid
 
 
-def _with_enough_rows(
+def _with_whole_rows(
     forward: Callable[[Tensor, Tensor], tuple[Tensor, Any]], hidden_rH: Tensor, weight_r: Tensor
 ) -> tuple[Tensor, Any]:
     """An expert's output for r rows; an expert that no token takes computes nothing."""
     rows = hidden_rH.shape[0]
-    short = MIN_ROWS - rows if rows else 0
-    if short <= 0:
-        return forward(hidden_rH, weight_r)
-    hidden_rH = torch.cat([hidden_rH, hidden_rH.new_zeros(short, hidden_rH.shape[1])])
-    output_rH, bias = forward(hidden_rH, torch.cat([weight_r, weight_r.new_zeros(short)]))
+    output_rH, bias = forward(fill_rows(hidden_rH), fill_rows(weight_r))
     return output_rH[:rows], bias
 
 

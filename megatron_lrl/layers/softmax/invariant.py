@@ -1,7 +1,7 @@
 """Attention whose result for a token does not depend on what stands beside it.
 
 Keys are attended in tiles of `TILE` that start at multiples of it in the *absolute position*, in ascending order, each
-by one product of at least `MIN_ROWS` rows and always `TILE` columns; a key that a query must not see, and a place that
+by one product of whole `ROWS` and always `TILE` columns; a key that a query must not see, and a place that
 no key fills yet, has a score of -inf, so its weight is exactly 0 and a half-filled tile gives the bits of the full one.
 Each tile has its own maximum, sum and output, float32 (float64 for float64), which are merged one after another. So
 batch, chunk size, pass and order leave no trace.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lrl.layers.layout import MIN_ROWS, TILE
+from megatron_lrl.layers.layout import TILE, fill_rows
 from megatron_lrl.precision import accumulate_dtype
 
 _SCORES = 1 << 20
@@ -111,14 +111,10 @@ def _merge(
 
 
 def _rows(x_nhsgd: Tensor, b: int) -> Tensor:
-    """[n, h, s, g, d] -> [b, h, r, d] rows of one product: of all branches for b = 1. Zeros fill up to `MIN_ROWS`."""
+    """[n, h, s, g, d] -> [b, h, r, d] rows of one product: of all branches for b = 1, filled up by zeros."""
     n, h, s, g, d = x_nhsgd.shape
     x = x_nhsgd if b == n else x_nhsgd.transpose(0, 1)
-    x = x.reshape(b, h, n * s * g // b, d)
-    short = MIN_ROWS - x.shape[2]
-    if short > 0:
-        x = torch.cat([x, x.new_zeros(*x.shape[:2], short, d)], dim=2)
-    return x.contiguous()
+    return fill_rows(x.reshape(b, h, n * s * g // b, d), 2).contiguous()
 
 
 def _unfolded(x_bhrd: Tensor, shape: torch.Size) -> Tensor:
