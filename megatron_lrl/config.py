@@ -46,6 +46,7 @@ _PATHS = (
     "model.checkpoint",
     "train.output",
     "data.prompts",
+    "rollout.trajectories",
     "eval.prompts",
     "lm.data",
     "lm.held_out",
@@ -102,15 +103,22 @@ def check_train(config: Config) -> None:
         )
     if lm and config.lm.held_out is not None and config.lm.held_out == config.lm.data:
         raise UserError(f"lm.held_out = {config.lm.held_out} is lm.data itself; give other documents")
-    if not lm and config.data.prompts is None:
+    recorded = config.rollout.source == "file"
+    if not lm and recorded and config.rollout.trajectories is None:
+        raise UserError('rollout.source = "file" needs rollout.trajectories: a JSONL file of groups')
+    if not lm and not recorded and config.data.prompts is None:
         raise UserError("train needs data.prompts: a JSONL file of prompts")
+    if not lm and recorded and config.prefix.max_staleness:
+        raise UserError(
+            'prefix.max_staleness keeps prefixes to sample from; rollout.source = "file" samples nothing: set it to 0'
+        )
     if config.eval.prompts is not None:
         if lm:
             raise UserError(
                 'eval.prompts is for train.objective = "grpo"; next-token training has lm.held_out'
             )
-        assert config.data.prompts is not None
-        if Path(config.eval.prompts).resolve() == Path(config.data.prompts).resolve():
+        trained = config.data.prompts
+        if trained is not None and Path(config.eval.prompts).resolve() == Path(trained).resolve():
             raise UserError(
                 f"eval.prompts = {config.eval.prompts} is data.prompts itself; give other prompts"
             )
@@ -121,11 +129,11 @@ def check_train(config: Config) -> None:
             'model.dtype = "float64" is for score and grad; the optimizer works in float32; '
             'valid for train: "float32", "bfloat16"'
         )
-    if config.replay.use_recorded_routing and not config.rollout.record_routing:
+    if config.replay.use_recorded_routing and not (config.rollout.record_routing or recorded):
         raise UserError(
             "replay.use_recorded_routing = true: train samples its responses, so it needs rollout.record_routing = true"
         )
-    if not lm and config.rollout.group_size < 2:
+    if not lm and not recorded and config.rollout.group_size < 2:
         raise UserError(
             f'rollout.group_size = {config.rollout.group_size}: loss.advantage = "{config.loss.advantage}" '
             "compares the responses of a group and needs at least 2"

@@ -35,7 +35,8 @@ def check_inputs(verb: str, config: Config, options: dict[str, Any], writes: boo
         require_model(config.model.hf)
     source = options.get("prompts") or options.get("trajectories")
     if verb == "train" and config.train.objective == "grpo":
-        source = config.data.prompts
+        recorded = config.rollout.source == "file"
+        source = config.rollout.trajectories if recorded else config.data.prompts
         if config.eval.prompts is not None:
             require_file(config.eval.prompts)
     if source is not None:
@@ -54,6 +55,7 @@ def _reads(config: Config, options: dict[str, Any]) -> dict[str, str | Path | No
         "model.hf": config.model.hf,
         "model.checkpoint": config.model.checkpoint,
         "data.prompts": config.data.prompts,
+        "rollout.trajectories": config.rollout.trajectories,
         "eval.prompts": config.eval.prompts,
         **lm,
         **{

@@ -179,8 +179,23 @@ class ReplayTable(Table):
 
 
 class RolloutTable(Table):
-    """Sampling."""
+    """Where responses come from, and sampling."""
 
+    source: Literal["builtin", "file"] = _key(
+        "builtin",
+        "builtin: the trainer samples from data.prompts; file: it takes groups that anything recorded (agents, another "
+        "engine) from rollout.trajectories, train.groups_per_update each update, in the order of the file",
+    )
+    trajectories: str | None = _key(
+        None,
+        'JSONL file of groups for source = "file": token ids, rewards or advantages, log-probabilities, masks',
+    )
+    max_staleness: int = _key(
+        0,
+        'how many updates may lie between the policy that sampled a group of that file (its "version", default 0) '
+        "and the one that trains on it; an older group is refused before the first update",
+        ge=0,
+    )
     group_size: int = _key(8, f"G, responses per prompt, at most {MOST_AT_ONCE}", ge=1, le=MOST_AT_ONCE)
     max_new_tokens: int = _key(
         128, "longest response, in tokens; shorter when an end-of-sequence token comes", ge=1

@@ -63,6 +63,9 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         yield from ((f"lm.data: {part.name}", part) for part in parts if part.is_file())
         if data.is_file():
             yield "lm.data", data
+    elif config.rollout.source == "file":
+        assert config.rollout.trajectories is not None
+        yield "rollout.trajectories", Path(config.rollout.trajectories)
     elif config.data.prompts is not None:
         yield "data.prompts", Path(config.data.prompts)
     for key in ("hf", "checkpoint"):

@@ -98,6 +98,8 @@ def _refuse_own_input(output: Path, config: Config) -> None:
         "model.hf": config.model.hf,
         "model.checkpoint": config.model.checkpoint,
         "data.prompts": config.data.prompts,
+        "rollout.trajectories": config.rollout.trajectories,
+        "eval.prompts": config.eval.prompts,
     }
     for key, value in inputs.items():
         path = None if value is None else Path(value).resolve()

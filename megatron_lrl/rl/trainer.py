@@ -13,15 +13,15 @@ they were recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.run import Run
-from megatron_lrl.lifetimes.stale import Drift, LeasedGroup, StalePrefixCache
+from megatron_lrl.lifetimes.stale import Drift, LeasedGroup
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.rl.accumulate import (
@@ -34,15 +34,14 @@ from megatron_lrl.rl.accumulate import (
 from megatron_lrl.rl.loss import summarise
 from megatron_lrl.rl.omitted import exact_gradient, measures_omitted, omitted_metrics
 from megatron_lrl.rl.retry import Retry
-from megatron_lrl.rl.reward_workers import RewardWorkers, part_metrics
-from megatron_lrl.rl.rewards import SOLVED, Reward
+from megatron_lrl.rl.reward_workers import part_metrics
+from megatron_lrl.rl.rewards import SOLVED
+from megatron_lrl.rl.source import Source
 from megatron_lrl.rl.stopwatch import Stopwatch
 from megatron_lrl.rl.update import run_update, speed
-from megatron_lrl.rollout.builtin import Rollout, Sampler
-from megatron_lrl.rollout.data import prompts_at
-from megatron_lrl.rollout.journal import Journal, Recorded
+from megatron_lrl.rollout.journal import Recorded
 from megatron_lrl.rollout.text import Text
-from megatron_lrl.rollout.types import Group, Prompt
+from megatron_lrl.rollout.types import Group
 
 _SHOWN_PROMPT_TOKENS = 48
 """The end of a prompt that a logged sample shows."""
@@ -60,30 +59,18 @@ class _Accumulated:
     drifts: list[Drift]
     exact: (
         dict[str, torch.Tensor] | None
-    )  # the exact gradient, where this update measures what its contract leaves out
+    )  # the gradient that the contract is compared with, in updates that measure
 
 
 class Trainer:
     """Runs updates; every rank of the world calls `update` with the same number."""
 
-    def __init__(
-        self,
-        run: Run,
-        prompts: Sequence[Prompt],
-        reward: Reward | None,
-        text: Text,
-        journal: Journal | None = None,
-        retry: Retry | None = None,
-    ) -> None:
-        """``journal``: where rollouts are recorded, and found again after a restart. ``retry``: default one attempt."""
-        self.run, self.prompts, self.reward, self.text = run, prompts, reward, text
-        self.journal, self.retry = journal, retry or Retry(run, 1)
-        self.sampler = Sampler(run, text.stop_ids)
-        staleness = run.config.prefix.max_staleness
-        self.stale = StalePrefixCache(run, staleness) if staleness else None
+    def __init__(self, run: Run, source: Source, text: Text, retry: Retry | None = None) -> None:
+        """``retry``: default one attempt."""
+        self.run, self.source, self.text, self.retry = run, source, text, retry or Retry(run, 1)
+        self.stale = source.stale
         if self.stale is not None:
             self.retry.on_restart.append(self.stale.evict_current)
-        self._recorded: tuple[int, Recorded] | None = None  # the update in progress
 
     def close(self) -> None:
         """Free what outlives a window: prefixes kept under prefix.max_staleness."""
@@ -110,22 +97,18 @@ class Trainer:
             **_staleness(found.drifts),
             **routing_mismatch(found.sums),
             **done.measured,
-            "rollout/entropy": found.recorded.entropy,
             **done.metrics,
         }
-        self._recorded = None
+        if found.recorded.entropy is not None:
+            metrics["rollout/entropy"] = found.recorded.entropy
+        self.source.stepped()
         return metrics, self._samples(found.recorded.groups)
 
     def _accumulate(self, window: UpdateWindow, number: int, watch: Stopwatch) -> _Accumulated:
-        """Sample, or take what is recorded, and add the window's gradient."""
+        """Take the source's groups and add their gradient."""
         run, runtime = self.run, self.run.runtime
         with ExitStack() as resident:
-            captured: dict[str, PromptGroup] = {}
-            recorded = self._recall(number)
-            if recorded is None:
-                with in_lockstep(run):
-                    captured, rollouts = self._sample(window, resident, number, watch)
-                recorded = self._record(number, rollouts)
+            captured, recorded = self.source.groups(window, resident, number, watch)
             plan = WindowPlan(recorded.groups, run.config, runtime.dp, runtime.dp_rank)
             if self.stale is not None and not captured:
                 with in_lockstep(run):
@@ -154,90 +137,6 @@ class Trainer:
         runtime = self.run.runtime
         leading = mine if runtime.is_replica_leader else []
         return [drift for part in runtime.gather_objects(leading) for drift in part]
-
-    def _recall(self, number: int) -> Recorded | None:
-        """What is recorded of this update, by an attempt before this one or in the journal; equal on all ranks."""
-        runtime, found = self.run.runtime, None
-        if self._recorded is not None and self._recorded[0] == number:
-            found = self._recorded[1]
-        elif self.journal is not None and runtime.is_main:
-            found = self.journal.recall(number, self._prompts(number))
-        # A failure may have come when only some ranks had recorded: what one has, all take.
-        return next((part for part in runtime.gather_objects(found) if part is not None), None)
-
-    def _prompts(self, number: int) -> list[Prompt]:
-        """This update's prompts, named by their place in the run, so that no name comes twice."""
-        config = self.run.config
-        count = config.train.groups_per_update
-        chosen = prompts_at(
-            self.prompts, number * count, count, shuffle=config.data.shuffle, seed=config.train.seed
-        )
-        return [replace(p, id=f"{p.id}@{number * count + i}") for i, p in enumerate(chosen)]
-
-    def _sample(
-        self, window: UpdateWindow, resident: ExitStack, number: int, watch: Stopwatch
-    ) -> tuple[dict[str, PromptGroup], dict[int, Rollout]]:
-        """Capture and sample this replica's prompts.
-
-        The captured prefixes serve the replay too, unless the contract has no prefix or the reference model needs the
-        room first: then they come and go as they are sampled.
-        """
-        config, runtime = self.run.config, self.run.runtime
-        keep = config.prefix.contract != "conventional" and self.run.reference is None
-        mine = list(enumerate(self._prompts(number)))[runtime.dp_rank :: runtime.dp]
-        contract = config.prefix.contract if keep else "response_only"
-
-        def capture(group: PromptGroup) -> None:
-            with watch.timed("capture"):
-                group.capture()
-
-        groups: list[PromptGroup] = []
-        for _, prompt in mine:
-            if self.stale is not None:
-                with watch.timed("capture"):
-                    groups.append(self.stale.lease(window, prompt.id, prompt.prompt_ids, quiet=False))
-                continue
-            group = window.prompt_group(prompt.id, prompt.prompt_ids, contract, quiet=False)
-            groups.append(resident.enter_context(closing(group)))
-            if keep:
-                capture(group)
-        with watch.timed("rollout"):
-            rollouts = self.sampler.sample_together(
-                groups, config.rollout.group_size, config.rollout.max_new_tokens, number, capture
-            )
-        captured = {group.name: group for group in groups} if keep or self.stale is not None else {}
-        return captured, {place: rollout for (place, _), rollout in zip(mine, rollouts, strict=True)}
-
-    def _record(self, number: int, rollouts: dict[int, Rollout]) -> Recorded:
-        """Reward the responses, share all groups of the window with every rank, in prompt order, and journal them.
-
-        One rank of each replica calls the reward function, so that a reward need not be deterministic for the ranks
-        to agree.
-        """
-        runtime, prompts = self.run.runtime, self._prompts(number)
-
-        def reward_local() -> list[tuple[int, tuple[Group, float]]]:
-            if not runtime.is_replica_leader:
-                return []
-            groups = self.rewarded([(prompts[place], rollout) for place, rollout in rollouts.items()])
-            return [
-                (place, (group, rollout.entropy))
-                for (place, rollout), group in zip(rollouts.items(), groups, strict=True)
-            ]
-
-        groups, entropies = zip(*runtime.in_order(runtime.together(reward_local)), strict=True)
-        recorded = Recorded(groups, sum(entropies) / len(entropies))
-        journal = self.journal if runtime.is_main else None
-        runtime.together(lambda: journal.record(number, recorded) if journal is not None else None)
-        self._recorded = (number, recorded)
-        return recorded
-
-    def rewarded(self, sampled: Sequence[tuple[Prompt, Rollout]]) -> list[Group]:
-        """The sampled responses as groups, with their rewards if there is a reward function."""
-        if self.reward is None:
-            return [Group(prompt.id, prompt.prompt_ids, rollout.responses) for prompt, rollout in sampled]
-        workers = RewardWorkers(self.reward, self.run.config.data)
-        return workers.reward([(prompt, rollout.responses) for prompt, rollout in sampled], self.text)
 
     def _samples(self, groups: Sequence[Group]) -> list[str]:
         """train.log_samples responses with the end of their prompt: every group's best, then the second

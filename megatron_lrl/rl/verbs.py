@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -52,6 +52,7 @@ from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.output import check_output, claim_output
 from megatron_lrl.rl.retry import Retry
 from megatron_lrl.rl.rewards import Reward, load_reward
+from megatron_lrl.rl.source import Sampling, Source, Trajectories
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rollout.data import Limits, read_prompts, read_trajectories, write_jsonl, write_trajectories
 from megatron_lrl.rollout.journal import Journal
@@ -84,9 +85,26 @@ def load_prompts(config: Config, arch: Architecture, text: Text, path: str | Pat
     )
 
 
+class _Documents(NamedTuple):
+    """What next-token training reads."""
+
+    corpus: Corpus
+    held_out: Corpus | None
+
+
+class _Groups(NamedTuple):
+    """What GRPO reads."""
+
+    prompts: list[Prompt]
+    recorded: Trajectories | None  # where responses are not sampled
+    held_out: list[Prompt]
+    reward: Reward
+    text: Text
+
+
 def _material(
     config: Config,
-) -> tuple[Corpus, Corpus | None] | tuple[list[Prompt], list[Prompt], Reward, Text]:
+) -> _Documents | _Groups:
     """What a run trains on and what it holds out, read and checked against the model."""
     check_train(config)
     arch = read_model_architecture(config)
@@ -97,16 +115,23 @@ def _material(
         held_out = None
         if config.lm.held_out is not None:
             held_out = read(config.train.seed, shuffle=False, key="held_out")
-        return read(config.train.seed, config.data.shuffle), held_out
-    assert config.data.prompts is not None
-    prompts = load_prompts(config, arch, text, config.data.prompts)
-    held_out_prompts = []
+        return _Documents(read(config.train.seed, config.data.shuffle), held_out)
+    held_out_prompts, recorded = [], None
+    if config.rollout.source == "file":
+        assert config.rollout.trajectories is not None
+        groups = _recorded(config, config.rollout.trajectories)
+        recorded = Trajectories(config, groups)
+        _ = [WindowPlan([group], config, 1, 0) for group in groups]  # rewards or advantages are there
+        prompts = [Prompt(group.id, group.prompt_ids) for group in groups]
+    else:
+        assert config.data.prompts is not None
+        prompts = load_prompts(config, arch, text, config.data.prompts)
     if config.eval.prompts is not None:
         held_out_prompts = load_prompts(config, arch, text, config.eval.prompts)
     reward = load_reward(config.data.reward, config.data.reward_args)
-    if unrewarded := _unrewarded(reward, [*prompts, *held_out_prompts]):
+    if unrewarded := _unrewarded(reward, [*([] if recorded else prompts), *held_out_prompts]):
         raise next(iter(unrewarded.values()))
-    return prompts, held_out_prompts, reward, text
+    return _Groups(prompts, recorded, held_out_prompts, reward, text)
 
 
 def train(config: Config, runtime: Runtime) -> None:
@@ -129,7 +154,7 @@ def _held(output: Path, config: Config, runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> None:
+def _train(config: Config, runtime: Runtime, material: _Documents | _Groups, output: Path) -> None:
     newest = None if config.train.overwrite else latest_training(output, runtime)
     inputs = runtime.gather_objects(
         runtime.together(lambda: fingerprints(config) if runtime.is_main else {})
@@ -150,13 +175,13 @@ def _train(config: Config, runtime: Runtime, material: Any, output: Path) -> Non
         trainer: Trainer | LmTrainer
         prompts: list[Prompt] = []
         evaluation: Evaluation | None = None
-        if len(material) == 2:
-            corpus, held_out = material
-            trainer = LmTrainer(run, corpus, retry, held_out)
+        if isinstance(material, _Documents):
+            trainer = LmTrainer(run, material.corpus, retry, material.held_out)
         else:
-            prompts, held_out_prompts, reward, text = material
-            trainer = Trainer(run, prompts, reward, text, journal, retry)
-            evaluation = Evaluation(run, held_out_prompts, reward, text)
+            prompts, reward, text = material.prompts, material.reward, material.text
+            source: Source = material.recorded or Sampling(run, prompts, reward, text, journal)
+            trainer = Trainer(run, source, text, retry)
+            evaluation = Evaluation(run, material.held_out, reward, text)
         show = runtime.together(
             Tracker, output, runtime.is_main, first_update=first, updates=config.train.updates
         )
@@ -240,7 +265,7 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
     if runtime.is_main:
         print(text.describe(prompts), flush=True)
     with open_run(config, runtime) as run:
-        trainer = Trainer(run, prompts, reward, text)
+        source = Sampling(run, prompts, reward, text)
         mine = list(enumerate(prompts))[runtime.dp_rank :: runtime.dp]
         with in_lockstep(run), UpdateWindow(run) as window, _bar(runtime, "generate", len(mine)) as bar:
 
@@ -252,7 +277,7 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
                 window.prompt_group(prompt.id, prompt.prompt_ids, "response_only", quiet=False)
                 for _, prompt in mine
             ]
-            rollouts = trainer.sampler.sample_together(
+            rollouts = source.sampler.sample_together(
                 prefixes, config.rollout.group_size, config.rollout.max_new_tokens, 0, capture
             )
         sampled = [(place, rollout) for (place, _), rollout in zip(mine, rollouts, strict=True)]
@@ -261,7 +286,7 @@ def generate(config: Config, runtime: Runtime, prompts_path: str, out: str) -> N
             if not runtime.is_replica_leader:
                 return []
             places = [place for place, _ in sampled]
-            groups = trainer.rewarded([(prompts[place], rollout) for place, rollout in sampled])
+            groups = source.rewarded([(prompts[place], rollout) for place, rollout in sampled])
             return list(zip(places, groups, strict=True))
 
         groups = runtime.in_order(runtime.together(rewarded))

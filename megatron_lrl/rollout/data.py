@@ -94,13 +94,14 @@ def read_prompts(
 def read_trajectories(path: str | Path, limits: Limits) -> Iterator[Group]:
     """Stream groups, one a line:
 
-        {"id": "g0", "prompt_ids": [...],
+        {"id": "g0", "prompt_ids": [...], "version": 0,
          "responses": [{"ids": [...], "reward": 1.0, "reward_parts": {"name": 0.5}, "logprobs": [...],
                         "advantage": 0.5, "mask": [...], "routing": {...}}]}
 
-    reward, reward_parts, logprobs, advantage (a number, or one per token), mask (1: the policy chose the token; 0: it
-    is only fed) and routing (see `experts.record`) are optional; other keys are ignored, unless they look like a
-    misspelling of these. What logprobs and advantage hold where the mask is 0 is ignored, null is fine.
+    version (how many updates the policy that sampled had seen; 0), reward, reward_parts, logprobs, advantage (a
+    number, or one per token), mask (1: the policy chose the token; 0: it is only fed) and routing (see
+    `experts.record`) are optional; other keys are ignored, unless they look like a misspelling of these. What logprobs
+    and advantage hold where the mask is 0 is ignored, null is fine.
 
     Raises UserError (file:line) for malformed JSON, a missing or wrong field, an empty prompt or response, an id
     outside the vocabulary, numbers that are not finite, values that are not one per token, a response that scores
@@ -109,7 +110,7 @@ def read_trajectories(path: str | Path, limits: Limits) -> Iterator[Group]:
     seen: dict[str, int] = {}
     for line, record in json_lines(path):
         where = f"{path}:{line}"
-        _refuse_misspellings(record, ("id", "prompt_ids", "responses"), where)
+        _refuse_misspellings(record, ("id", "prompt_ids", "responses", "version"), where)
         name = _identifier(record, where, seen, line, default=None)
         prompt_ids = _ids(record.get("prompt_ids"), where, "prompt_ids", limits)
         listed = record.get("responses")
@@ -120,7 +121,7 @@ def read_trajectories(path: str | Path, limits: Limits) -> Iterator[Group]:
             at = f"{where}: responses[{index}]"
             responses.append(_response(item, at, limits))
             _check_length(len(prompt_ids), len(responses[-1].ids), at, "the response", limits)
-        yield Group(id=name, prompt_ids=prompt_ids, responses=tuple(responses))
+        yield Group(name, prompt_ids, tuple(responses), _version(record.get("version", 0), where))
     if not seen:
         raise UserError(f"{path} holds no groups")
 
@@ -145,7 +146,8 @@ def group_record(group: Group) -> dict[str, Any]:
         if response.routing is not None:
             item["routing"] = response.routing.to_json()
         responses.append(item)
-    return {"id": group.id, "prompt_ids": list(group.prompt_ids), "responses": responses}
+    version = {"version": group.version} if group.version else {}
+    return {"id": group.id, "prompt_ids": list(group.prompt_ids), **version, "responses": responses}
 
 
 def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> int:
@@ -263,6 +265,12 @@ def _response(item: Any, where: str, limits: Limits) -> Response:
         raise UserError(f'{where}: "reward_parts" must be an object of numbers, found {_short(parts)}')
     parts = {name: _number(value, where, f'"reward_parts"[{_short(name)}]') for name, value in parts.items()}
     return Response(ids, reward, logprobs, advantage, routing, mask, parts)
+
+
+def _version(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UserError(f'{where}: "version" must be a number of updates, 0 or more, found {_short(value)}')
+    return value
 
 
 def _mask(value: Any, tokens: int, where: str) -> tuple[int, ...] | None:

@@ -32,15 +32,16 @@ from megatron_lrl.settings import Config
 
 JOURNAL = "journal"
 _FORMAT = 1
+_PER_TOKEN = ("logprobs", "advantage", "mask")
 _NAME = re.compile(r"update-(\d{6,})\.jsonl")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rollouts of an update: every group of the window in order, and the entropy they were sampled at."""
+    """Rollouts of an update: every group of the window in order, and the entropy they were sampled at, if known."""
 
     groups: tuple[Group, ...]
-    entropy: float
+    entropy: float | None
 
 
 class Journal:
@@ -142,17 +143,17 @@ class Journal:
 
 def _group(record: dict[str, Any]) -> Group:
     responses = tuple(_response(item) for item in record["responses"])
-    return Group(record["id"], tuple(record["prompt_ids"]), responses)
+    return Group(record["id"], tuple(record["prompt_ids"]), responses, record.get("version", 0))
 
 
 def _response(item: dict[str, Any]) -> Response:
-    logprobs: Sequence[float] | None = item.get("logprobs")
+    lists = {name: tuple(x) if isinstance(x := item.get(name), list) else x for name in _PER_TOKEN}
+    routing = None if item.get("routing") is None else Routing.from_json(item["routing"])
     return Response(
         tuple(item["ids"]),
         item.get("reward"),
-        None if logprobs is None else tuple(logprobs),
-        item.get("advantage"),
-        None if item.get("routing") is None else Routing.from_json(item["routing"]),
+        **lists,
+        routing=routing,
         reward_parts=item.get("reward_parts", {}),
     )
 

@@ -44,11 +44,15 @@ class Response:
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt's token ids (at least one) and the responses that share it (at least one)."""
+    """A prompt's token ids (at least one) and the responses that share it (at least one).
+
+    version: updates that the policy which sampled them had seen.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     responses: tuple[Response, ...]
+    version: int = 0
 
 
 @dataclass(frozen=True)

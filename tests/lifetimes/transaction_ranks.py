@@ -24,6 +24,7 @@ from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.rl import accumulate
 from megatron_lrl.rl.retry import Retry
 from megatron_lrl.rl.rewards import load_reward
+from megatron_lrl.rl.source import Sampling
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rollout.text import Text
 from megatron_lrl.rollout.types import Prompt
@@ -137,7 +138,8 @@ def trainer_of(runtime: Runtime, config: Config, prompts: Sequence[Prompt]) -> I
     """A trainer with two attempts a window."""
     reward = load_reward("cli.toy_rewards:low_ids", {})
     with open_run(config, runtime, optimizer=True) as run:
-        yield Trainer(run, prompts, reward, Text(Path(config.model.hf or "")), None, Retry(run, 2))
+        text = Text(Path(config.model.hf or ""))
+        yield Trainer(run, Sampling(run, prompts, reward, text), text, Retry(run, 2))
 
 
 @contextmanager
@@ -224,7 +226,7 @@ def nonfinite(
             for mode in ("stop", "skip"):
                 config = config_of(world, hf, [*settings, f"train.on_nonfinite={mode}"])
                 with trainer_of(runtime, config, given) as trainer:
-                    bad = f"{trainer._prompts(0)[0].id}[1]"
+                    bad = f"{trainer.source.named_prompts(0)[0].id}[1]"
                     answer["names"] = bad
 
                     def poisoned(batch: Any, *args: Any, bad: str = bad, kind: str = kind) -> Any:

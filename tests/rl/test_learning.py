@@ -24,6 +24,7 @@ from lifetimes.tiny import ids, tiny_run
 
 from megatron_lrl.rl import accumulate
 from megatron_lrl.rl.rewards import load_reward
+from megatron_lrl.rl.source import Sampling
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rollout.text import Text
 from megatron_lrl.rollout.types import Prompt
@@ -66,9 +67,9 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     ):  # a model that has its history already: to learn from an empty one takes longer
         settings.append(f"model.hf={write_lastkv(folder, 'qwen3', C)}")
     with tiny_run(folder, *settings, *overrides, optimizer=True) as run:
-        trainer = Trainer(
-            run, prompts(), load_reward("rl.test_learning:in_quarter"), Text(Path(run.config.model.hf or ""))
-        )
+        text = Text(Path(run.config.model.hf or ""))
+        source = Sampling(run, prompts(), load_reward("rl.test_learning:in_quarter"), text)
+        trainer = Trainer(run, source, text)
         return [trainer.update(number)[0] for number in range(UPDATES)]
 
 
