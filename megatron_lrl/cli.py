@@ -390,8 +390,8 @@ def _run_model(options: argparse.Namespace, config: Any, runtime: Any) -> int:
         from megatron_lrl.checks.report import check
 
         return 0 if check(config, runtime, options.out) else 1
-    from megatron_lrl.rl import verbs
+    from megatron_lrl.rl import train, verbs
 
     files = [getattr(options, name) for name in ("prompts", "trajectories", "out") if hasattr(options, name)]
-    getattr(verbs, options.verb)(config, runtime, *files)
+    getattr(train if options.verb == "train" else verbs, options.verb)(config, runtime, *files)
     return 0

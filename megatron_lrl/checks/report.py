@@ -27,7 +27,7 @@ from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.finite import reduce_finite
 from megatron_lrl.rl.gradients import GradientComparison, compare_gradients, snapshot
 from megatron_lrl.rl.loss import k3, summarise
-from megatron_lrl.rl.verbs import load_prompts
+from megatron_lrl.rl.material import load_prompts
 from megatron_lrl.rollout.text import Text, hf_folder
 from megatron_lrl.rollout.types import Group, Prompt
 from megatron_lrl.runtime import Runtime

@@ -13,7 +13,7 @@ from megatron_lrl.lifetimes.room import Room
 from megatron_lrl.lifetimes.run import PipelineUse, Run
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.schedule import in_lockstep
-from megatron_lrl.rl import verbs
+from megatron_lrl.rl.material import limits
 from megatron_lrl.rollout import decode
 from megatron_lrl.rollout.builtin import Rollout, Sampler
 from megatron_lrl.rollout.data import read_prompts
@@ -30,7 +30,7 @@ def decoded(world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
     with scope(world) as runtime:
         for case in cases:
             with open_run(config_of(world, case), runtime) as run, UpdateWindow(run) as window:
-                prompts = list(read_prompts(case["prompts"], verbs.limits(run.arch)))
+                prompts = list(read_prompts(case["prompts"], limits(run.arch)))
                 ways = _Ways(run, window, prompts[runtime.dp_rank :: runtime.dp])
                 with in_lockstep(run):
                     free = ways.alone([])

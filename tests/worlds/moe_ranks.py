@@ -16,7 +16,7 @@ from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate, nonfinite_branches
 from megatron_lrl.rl.gradients import compare_gradients, snapshot
-from megatron_lrl.rl.verbs import limits
+from megatron_lrl.rl.material import limits
 from megatron_lrl.rollout.data import read_trajectories
 from megatron_lrl.runtime import Runtime
 from worlds.ranks import Case, config_of, scope

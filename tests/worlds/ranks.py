@@ -33,6 +33,7 @@ from megatron_lrl.passes.schedule import in_lockstep
 from megatron_lrl.rl import verbs
 from megatron_lrl.rl.accumulate import WindowPlan, accumulate
 from megatron_lrl.rl.loss import summarise
+from megatron_lrl.rl.material import limits
 from megatron_lrl.rollout.builtin import Rollout, Sampler
 from megatron_lrl.rollout.data import read_prompts, read_trajectories
 from megatron_lrl.runtime import Layout, Runtime, runtime_scope
@@ -69,7 +70,7 @@ def grads_by_model(world: World, models: Sequence[Sequence[Case]]) -> None:
     with scope(world) as runtime:
         for cases in models:
             with open_run(config_of(world, cases[0]), runtime, gradients=True) as run:
-                groups = list(read_trajectories(cases[0]["trajectories"], verbs.limits(run.arch)))
+                groups = list(read_trajectories(cases[0]["trajectories"], limits(run.arch)))
                 for case in cases:
                     run.config = config_of(world, case)
                     plan = WindowPlan(groups, run.config, runtime.dp, runtime.dp_rank)
@@ -107,7 +108,7 @@ def fed_tokens(world: World, cases: Sequence[Case]) -> dict[str, Any]:
 def opened(world: World, case: Case, runtime: Runtime) -> Iterator[tuple[Run, UpdateWindow, WindowPlan]]:
     """What the `grad` verb opens, for cases that look inside."""
     config = config_of(world, case)
-    groups = list(read_trajectories(case["trajectories"], verbs.limits(read_model_architecture(config))))
+    groups = list(read_trajectories(case["trajectories"], limits(read_model_architecture(config))))
     plan = WindowPlan(groups, config, runtime.dp, runtime.dp_rank)
     with open_run(config, runtime, gradients=True) as run, UpdateWindow(run) as window:
         yield run, window, plan
@@ -196,7 +197,7 @@ def stopped_samples(world: World, case: Case) -> dict[str, Any]:
 
     config = config_of(world, case)
     with scope(world) as runtime, open_run(config, runtime) as run, UpdateWindow(run) as window:
-        prompt = next(iter(read_prompts(case["prompts"], verbs.limits(run.arch))))
+        prompt = next(iter(read_prompts(case["prompts"], limits(run.arch))))
         with window.prompt_group(prompt.id, prompt.prompt_ids, "response_only") as group:
 
             def sample(stop_ids: list[int]) -> Rollout:
