@@ -19,8 +19,10 @@ from megatron_lrl.layers.softmax.kv import KVLayer
 from megatron_lrl.lifetimes.open import open_run
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.schedule import in_lockstep
-from megatron_lrl.rl.accumulate import branches_of, score_group
+from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, score_group
+from megatron_lrl.rl.material import limits
 from megatron_lrl.rollout.builtin import Sampler
+from megatron_lrl.rollout.data import read_trajectories
 from megatron_lrl.rollout.types import Group, Prompt
 from worlds.ranks import Case, config_of, scope
 
@@ -61,6 +63,22 @@ def _sample_together(run: Any, window: Any, case: Case, groups: list[dict[str, A
 
 def _logprobs(responses: Sequence[Any]) -> torch.Tensor:
     return torch.tensor([x for response in responses for x in response.logprobs or ()], dtype=torch.float64)
+
+
+def with_graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
+    """Of each case's window: tokens whose log-probability under autograd is the recorded number, and all of them."""
+    found = []
+    with scope(world) as runtime:
+        for case in cases:
+            with (
+                open_run(config_of(world, case), runtime, gradients=True) as run,
+                UpdateWindow(run) as window,
+            ):
+                groups = list(read_trajectories(case["trajectories"], limits(run.arch)))
+                plan = WindowPlan(groups, run.config, runtime.dp, runtime.dp_rank)
+                sums = accumulate(window, plan)
+                found.append((int(sums["mismatch_bitwise_count"]), plan.totals.tokens))
+    return found
 
 
 def where_they_part(world: World, cases: Sequence[Case]) -> list[str | None]:

@@ -12,6 +12,7 @@ Not shown: Gated DeltaNet and tp > 2 (refused by name); CUDA.
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from harness import ONE, WORLDS, World, run_world
 from harness.worlds import EP_WORLDS
 from oracle.compare import compare_tensors
-from oracle.trajectories import window
+from oracle.trajectories import window, write_jsonl
 from safetensors.torch import load_file
 
 NUMBER = random.Random(4)
@@ -119,6 +120,58 @@ def test_chunks_and_batches_leave_no_trace(world: World, answers: Any) -> None:
                 assert a["ids"] == b["ids"] and torch.equal(a["sampled"], b["sampled"])
                 assert torch.equal(a["replayed"], b["replayed"])
                 assert a["prefix"] == b["prefix"]
+
+
+@pytest.mark.parametrize("world", [ONE, World(cp=2, dp=2)], ids=lambda world: world.name)
+@pytest.mark.parametrize("kind", ["full", "lastkv"])
+def test_trees_cuts_order_and_graphs_leave_no_trace(
+    kind: str, world: World, answers: Any, tmp_path: Path
+) -> None:
+    """Scores one by one are those of the merged, cut, reversed responses, and those of the passes with a graph."""
+    draw = random.Random(8)
+    tokens = [[draw.randrange(131) for _ in range(n)] for n in (9, 6, 5, 7, 4)]
+    shared = [tokens[0], tokens[0] + tokens[1]]
+    paths = [shared[1] + tokens[2], shared[1] + tokens[3], shared[0] + tokens[4], tokens[3]]
+    advantages = [1.0, -0.5, 0.25, -1.5]
+    groups = [
+        {"id": f"g{i}", "prompt_ids": prompt, "responses": [{"ids": ids, "advantage": a} for ids, a in pairs]}
+        for i, prompt in enumerate(PROMPTS[:3])
+        for pairs in [list(zip(paths, advantages, strict=True))]
+    ]
+    turned = [{**group, "responses": group["responses"][::-1]} for group in groups[::-1]]
+
+    def made(name: str, window: Any, **more: Any) -> dict[str, Any]:
+        kept = {"replay__share_tokens": 0, "replay__concurrent": 1, **more}
+        case_of = case(answers, "qwen3", "bfloat16", **kept)
+        if kind == "lastkv":
+            case_of = lastkv(answers, "llama", "bfloat16", 16, True, **kept)
+        recorded = write_jsonl(tmp_path / f"{world.name}-{name}.jsonl", window)
+        return {**case_of, "verb": "score", "trajectories": str(recorded), "out": f"{recorded}.scores"}
+
+    def scores(case: dict[str, Any]) -> dict[str, Any]:
+        lines = Path(case["out"]).read_text().splitlines()
+        return {record["id"]: record["logprobs"] for record in map(json.loads, lines)}
+
+    merged = {"replay__share_tokens": 3, "replay__concurrent": 3, "prefix__chunk_size": 7}
+    ways = [made("plain", groups), made("tree", groups, **merged), made("turned", turned, **merged)]
+    if kind == "full":  # LastKV cuts a response at its own boundaries
+        ways.append(made("cut", groups, replay__chunk_size=4, **merged))
+    run_world(world, "worlds.ranks:run_verbs", cases=ways)
+    plain, *others = map(scores, ways)
+    for found in others:
+        for name, responses in plain.items():
+            assert found[name] in (responses, responses[::-1])
+    recorded = [
+        {
+            **g,
+            "responses": [{**r, "logprobs": x} for r, x in zip(g["responses"], plain[g["id"]], strict=True)],
+        }
+        for g in groups
+    ]
+    graphs = [made("graph", recorded), made("tree-graph", recorded, prefix__contract='"exact"', **merged)]
+    for found in run_world(world, "worlds.same_bits_ranks:with_graphs", cases=graphs):
+        for same, tokens_of_all in found:
+            assert same == tokens_of_all == 3 * sum(map(len, paths))
 
 
 def test_faults_are_found(answers: Any) -> None:
