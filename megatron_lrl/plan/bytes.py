@@ -65,6 +65,7 @@ class RankBytes:
     saving: int = 0
     gradient_file: int = 0
     libraries: int = 0  # what a process of this machine holds besides; 0 where there are devices
+    gathering: int = 0  # the copy that gloo makes of the parameters while it gathers stepped shards
 
     @property
     def run(self) -> int:
@@ -89,7 +90,7 @@ class RankBytes:
     @property
     def process(self) -> int:
         """Peak with the libraries."""
-        return self.total + self.libraries
+        return max(self.total, self.run + self.gathering) + self.libraries
 
     def lifetimes(self) -> dict[str, int]:
         """By the names of `Ledger`."""
@@ -145,9 +146,14 @@ class Plan:
             refilled=self.refilled(work.prompt, contract),
             saving=saving_bytes(self.run.model, self.run.runtime) if self.run.optimizer is not None else 0,
             libraries=self.run.ledger.libraries,
+            gathering=self.run.ledger.parts["parameters"] if self._steps_shards else 0,
             gradient_file=gradient_file_bytes(self.run.arch, self.run.precision.accumulation),
             decoding=0 if recorded else self.decoding(work),
         )
+
+    @property
+    def _steps_shards(self) -> bool:
+        return self.run.optimizer is not None and self.run.runtime.groups.dp_cp.size() > 1
 
     def decoding(self, work: Work) -> int:
         """Bytes of the responses' own tokens, as many at once as decode together."""
