@@ -36,7 +36,7 @@ class ModelTable(Table):
         "off",
         "whether a token's forward gives the same bits in any company, so that the trainer's log-probability of a "
         "sampled token is the sampler's own number: \"on\" probes this machine's kernels at start and refuses where "
-        'they depend on the rows beside, "auto" goes without there; needs tp <= 2 and softmax attention',
+        'they depend on the rows beside, "auto" goes without there; needs softmax attention, and tp <= 2 for mixtures',
     )
     attention: Literal["full", "lastkv"] = _key(
         "full", "full causal attention, or LastKV: last-layer keys and values for all completed chunks"

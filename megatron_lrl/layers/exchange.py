@@ -42,6 +42,14 @@ def return_partials(x: Tensor, group: Any) -> Tensor:
     return out.view(size, x.shape[0] // size, *x.shape[1:])
 
 
+def in_rank_order(parts: Tensor) -> Tensor:
+    """[ranks, ...] -> [...]: the sum, in an order that does not depend on the shapes."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 def sum_to_owner(x: Tensor, group: Any) -> Tensor:
     """[M, ...] -> [m, ...]: sum over ranks of what concerns my slots (reduce-scatter)."""
     size = group_size(group)

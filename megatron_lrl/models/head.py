@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_lrl.layers.exchange import gather_tokens, group_size
+from megatron_lrl.layers.exchange import gather_tokens, group_size, in_rank_order
 from megatron_lrl.layers.layout import TokenLayout, fill_rows
 from megatron_lrl.precision import accumulate_dtype
 from megatron_lrl.settings import Config
@@ -109,14 +109,15 @@ def of_targets(logits_nv: Tensor, target_n: Tensor, tp_group: Any) -> tuple[Tens
     v = logits_nv.shape[1]
     first = 0 if tp_group is None else tp_group.rank() * v
     top = logits_nv.amax(-1)
-    _reduce(top, dist.ReduceOp.MAX, tp_group)
+    if group_size(tp_group) > 1:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp_group)
     p = (logits_nv - top.unsqueeze(-1)).exp_()
     mine = (target_n >= first) & (target_n < first + v)
     index = (target_n - first).clamp(0, v - 1).unsqueeze(-1)
     chosen = torch.where(mine, logits_nv.gather(-1, index).squeeze(-1), 0)
     weighted = (p * logits_nv.masked_fill_(logits_nv == float("-inf"), 0)).sum(-1)
     sums = torch.stack([p.sum(-1), weighted, chosen])
-    _reduce(sums, dist.ReduceOp.SUM, tp_group)
+    sums = in_rank_order(gather_tokens(sums, tp_group).unflatten(0, (-1, 3)))
     lse = sums[0].log() + top
     return sums[2] - lse, lse - sums[1] / sums[0], lse
 
@@ -169,11 +170,6 @@ class _PolicyLogprobs(torch.autograd.Function):
         if dweight_vH is None:
             dweight_vH = torch.zeros_like(weight_vH)
         return dhidden_nH, dweight_vH.to(weight_vH.dtype), None, None, None, None, None
-
-
-def _reduce(x: Tensor, op: Any, group: Any) -> None:
-    if group_size(group) > 1:
-        dist.all_reduce(x, op=op, group=group)
 
 
 class Targets:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
 
 from megatron_lrl.errors import UserError
@@ -21,6 +22,7 @@ from megatron_lrl.layers.activation import silu
 from megatron_lrl.layers.architecture import ATTENTION, Architecture
 from megatron_lrl.layers.layout import ROWS, TILE, with_whole_rows
 from megatron_lrl.layers.moe.same_bits import keep_bits, release_bits
+from megatron_lrl.layers.ordered_sums import keep_order, release_order
 from megatron_lrl.layers.softmax import invariant
 from megatron_lrl.models.head import of_targets
 from megatron_lrl.runtime import Layout, Runtime
@@ -34,8 +36,8 @@ _OPERATIONS = 2e10
 def obstacles(arch: Architecture, layout: Layout, device: torch.device) -> list[str]:
     """What of the model or the layout stands against the same bits, whatever the machine's kernels do."""
     found = []
-    if layout.tp > 2:
-        found.append(f"parallel.tp = {layout.tp} (valid: 1, 2): sums over more ranks have no fixed order")
+    if layout.tp > 2 and arch.moe is not None:
+        found.append(f"experts with parallel.tp = {layout.tp} (valid: 1, 2): their sums have no fixed order")
     if strangers := sorted(set(arch.mixers) - {ATTENTION}):
         found.append(f"layers of kind {', '.join(strangers)}: prefill and one-token step are different sums")
     if arch.moe is not None and device.type == "cuda":
@@ -82,7 +84,10 @@ def keep_same_bits(model: Any, on: bool) -> None:
     model.same_bits = on
     if next(model.parameters()).device.type == "cuda":
         invariant_products(on)
+    ordered = model.pg_collection.tp.size() > 2
     for module in model.modules():
+        if ordered and isinstance(module, RowParallelLinear):
+            (keep_order if on else release_order)(module)
         if getattr(module, "config", None) is not None:
             module.config.activation_func = silu if on else F.silu
         if hasattr(module, "token_dispatcher"):

@@ -22,6 +22,7 @@ COSTLY = frozenset({
     "tests/worlds/test_hybrid.py::test_memory_is_flat_and_snapshots_are_budgeted[pp2]",
     "tests/worlds/test_moe.py::test_rounds_of_lastkv_keep_step[pp2-dp2-ep2]",
     "tests/worlds/test_trees.py::test_trees_of_every_layer_kind[cp2-dp2]",
+    "tests/worlds/test_same_bits.py::test_four_tensor_ranks_add_in_their_order[tp4]",
     "tests/cli/test_resume.py::test_three_and_three_updates_are_six[cp2]",
     # a whole run for every place where a disk can fill
     *(f"tests/cli/test_full_disk.py::test_a_full_disk_ends_{what}" for what in (

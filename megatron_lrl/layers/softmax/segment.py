@@ -24,7 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lrl.layers.exchange import gather_tokens, group_size, return_partials, sum_to_owner
+from megatron_lrl.layers.exchange import (
+    gather_tokens,
+    group_size,
+    in_rank_order,
+    return_partials,
+    sum_to_owner,
+)
 from megatron_lrl.layers.layout import NEW, BlockShape, Piece, Task, TokenLayout
 from megatron_lrl.layers.softmax import invariant, kernels
 from megatron_lrl.precision import accumulate_dtype
@@ -301,17 +307,9 @@ def _of_ranks(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
     """
     top = lse_parts.amax(0).clamp_min(torch.finfo(lse_parts.dtype).min)
     weights = (lse_parts - top).exp()
-    total = _in_rank_order(weights)
+    total = in_rank_order(weights)
     weights /= total.clamp_min(1)  # the largest was 1; all are 0 where no rank saw a key
-    return _in_rank_order(o_parts * weights.unsqueeze(-1)), total.log_().add_(top)
-
-
-def _in_rank_order(parts: Tensor) -> Tensor:
-    """Sum over the ranks, in an order that does not depend on the shapes."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    return in_rank_order(o_parts * weights.unsqueeze(-1)), total.log_().add_(top)
 
 
 def _live_blocks(
