@@ -22,7 +22,15 @@ COSTLY = frozenset({
     "tests/worlds/test_hybrid.py::test_memory_is_flat_and_snapshots_are_budgeted[pp2]",
     "tests/worlds/test_moe.py::test_rounds_of_lastkv_keep_step[pp2-dp2-ep2]",
     "tests/worlds/test_trees.py::test_trees_of_every_layer_kind[cp2-dp2]",
-    "tests/worlds/test_same_bits.py::test_four_tensor_ranks_add_in_their_order[tp4]",
+    *(f"tests/worlds/test_same_bits.py::{case}" for case in (
+        "test_four_tensor_ranks_add_in_their_order[tp4]",
+        "test_trees_cuts_order_and_graphs_leave_no_trace[lastkv-cp2-dp2]",
+        "test_trees_cuts_order_and_graphs_leave_no_trace[full-cp2-dp2]",
+        "test_trees_cuts_order_and_graphs_leave_no_trace[lastkv-one]",
+        "test_chunks_and_batches_leave_no_trace[cp2-dp2]",
+        "test_experts_keep_the_bits[pp2-dp2-ep2]",
+        "test_experts_keep_the_bits[dp2-ep2]",
+        "test_check_names_where_they_part[tp2-cp2-pp2]")),
     "tests/cli/test_resume.py::test_three_and_three_updates_are_six[cp2]",
     # a whole run for every place where a disk can fill
     *(f"tests/cli/test_full_disk.py::test_a_full_disk_ends_{what}" for what in (

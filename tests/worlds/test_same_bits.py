@@ -77,6 +77,18 @@ def require_same(world: World, cases: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
+def test_bfloat16_in_short(world: World, answers: Any) -> None:
+    """Around a tile's end, decoded together, and LastKV."""
+    small = {"rollout__group_size": 3, "prompts": PROMPTS[1:3]}
+    cases = {
+        "full": {**case(answers, "qwen3", "bfloat16", **small), "together": True},
+        "C=16": lastkv(answers, "llama", "bfloat16", 16, True, **{**small, "prompts": SHORT}),
+    }
+    require_same(world, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
 def test_replay_has_the_samplers_bits(world: World, answers: Any) -> None:
     """Families and dtypes take turns over the worlds of several ranks."""
     turn = WORLDS.index(world)
