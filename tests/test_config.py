@@ -44,7 +44,7 @@ def test_every_documented_key_is_read(write) -> None:
     config = load_config(
         write(
             """
-            model = { hf = "DIR", dtype = "bfloat16", residual_dtype = "float32", attention = "lastkv" }
+            model = { hf = "DIR", dtype = "bfloat16", residual_dtype = "float32", attention = "lastkv", same_bits = "auto" }
             lastkv = { chunk_size = 64, blend = false, gate_init = 0.25 }
             parallel = { tp = 2, cp = 3, pp = 4, ep = 1 }
             [prefix]
@@ -70,6 +70,9 @@ def test_every_documented_key_is_read(write) -> None:
             check_poison = true
             use_recorded_routing = true
             [rollout]
+            source = "file"
+            trajectories = "t.jsonl"
+            max_staleness = 2
             group_size = 3
             max_new_tokens = 9
             temperature = 0.5
@@ -132,6 +135,7 @@ def test_every_documented_key_is_read(write) -> None:
         "checkpoint": None,
         "dtype": "bfloat16",
         "residual_dtype": "float32",
+        "same_bits": "auto",
         "attention": "lastkv",
     }
     assert config.lastkv.model_dump() == {"chunk_size": 64, "blend": False, "gate_init": 0.25}
@@ -160,6 +164,9 @@ def test_every_documented_key_is_read(write) -> None:
     }
     assert config.moe.model_dump() == {"router_bias_update_rate": 0.01, "aux_loss_coef": 0.001}
     assert config.rollout.model_dump() == {
+        "source": "file",
+        "trajectories": "t.jsonl",
+        "max_staleness": 2,
         "group_size": 3,
         "max_new_tokens": 9,
         "temperature": 0.5,
@@ -218,6 +225,7 @@ def test_every_documented_key_is_read(write) -> None:
 def test_defaults_are_those_of_the_design(write) -> None:
     config = load_config(write('[model]\nhf = "DIR"\n'))
     assert (config.model.dtype, config.model.attention) == ("float32", "full")
+    assert config.model.same_bits == "off"
     assert (config.lastkv.chunk_size, config.lastkv.blend, config.lastkv.gate_init) == (512, True, 0.1)
     assert config.parallel.model_dump() == {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False}
     assert config.prefix.model_dump() == {
@@ -233,6 +241,9 @@ def test_defaults_are_those_of_the_design(write) -> None:
     assert (config.train.window_attempts, config.train.on_nonfinite) == (2, "stop")
     assert (config.replay.concurrent, config.replay.logits_chunk) == (1, 0)
     assert config.rollout.model_dump() == {
+        "source": "builtin",
+        "trajectories": None,
+        "max_staleness": 0,
         "group_size": 8,
         "max_new_tokens": 128,
         "temperature": 1.0,
