@@ -8,7 +8,6 @@ It does not show: that a verb obeys a setting, or that a layout fits a world and
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ import pytest
 
 from megatron_lrl.config import (
     Config,
-    check_train,
     describe_settings,
-    differing_settings,
     load_config,
 )
 from megatron_lrl.errors import UserError
@@ -44,9 +41,14 @@ def test_every_documented_key_is_read(write) -> None:
     config = load_config(
         write(
             """
-            model = { hf = "DIR", dtype = "bfloat16", residual_dtype = "float32", attention = "lastkv", same_bits = "auto" }
             lastkv = { chunk_size = 64, blend = false, gate_init = 0.25 }
             parallel = { tp = 2, cp = 3, pp = 4, ep = 1 }
+            [model]
+            hf = "DIR"
+            dtype = "bfloat16"
+            residual_dtype = "float32"
+            attention = "lastkv"
+            same_bits = "auto"
             [prefix]
             contract = "truncated"
             chunk_size = 7
@@ -374,36 +376,3 @@ def test_help_shows_every_key_once_with_its_default() -> None:
     assert '(one of "grpo", "dr_grpo", "rloo"; default: "grpo")' in text
     assert "(number > 0 and <= 1000.0; default: 1e-06)" in text
     assert "(true or false; default: true if tp > 1)" in text
-
-
-def test_training_needs_prompts_an_output_and_a_group(write) -> None:
-    path = write('[model]\nhf = "DIR"\n[train]\noutput = "runs/a"\n[data]\nprompts = "p.jsonl"\n')
-    check_train(load_config(path))
-    with pytest.raises(UserError, match=r"rollout\.group_size = 1.*at least 2"):
-        check_train(load_config(path, ["rollout.group_size=1"]))
-    with pytest.raises(UserError, match=r"needs rollout\.record_routing = true"):
-        check_train(load_config(path, ["replay.use_recorded_routing=true"]))
-    bare = write('[model]\nhf = "DIR"\n')
-    with pytest.raises(UserError, match=r"data\.prompts"):
-        check_train(load_config(bare, ["train.output=a"]))
-    with pytest.raises(UserError, match=r"train\.output"):
-        check_train(load_config(bare, ["data.prompts=a"]))
-
-
-def test_a_resumed_run_may_change_its_layout_but_not_its_objective(write) -> None:
-    path = write('[model]\nhf = "DIR"\n')
-    saved = json.loads(json.dumps(load_config(path).model_dump(mode="json")))
-    harmless = ["parallel.tp=2", "prefix.chunk_size=64", "replay.concurrent=4", "train.updates=30",
-                "train.output=elsewhere", "train.overwrite=true", "train.save_every=1"]  # fmt: skip
-    assert differing_settings(saved, load_config(path)) == []
-    assert differing_settings(saved, load_config(path, harmless)) == []
-    changed = [
-        "loss.kl_coef=0.1",
-        "model.hf=OTHER",
-        "optimizer.betas=[0.1, 0.2]",
-        "prefix.contract=truncated",
-        "replay.use_recorded_routing=true",
-    ]
-    assert differing_settings(saved, load_config(path, changed)) == [
-        "loss.kl_coef", "model.hf", "optimizer.betas", "prefix.contract", "replay.use_recorded_routing",
-    ]  # fmt: skip
