@@ -1,4 +1,4 @@
-"""Claim: `train` needs settings that can teach anything, and a run that resumes may change its layout, not its objective.
+"""Claim: `train` needs settings that can teach anything; a run that resumes may change its layout, not its objective.
 
 Why this shows it: each rule is exercised through `load_config` on a real file, by what is missing and by what differs.
 It does not show: that a verb obeys a setting.
