@@ -94,6 +94,7 @@ class LastKVState(LastKVAttention, SequenceState):
         self._near: dict[int, tuple[int, list[Block]]] = {}  # layer -> (open chunk, blocks), without autograd
         self._entered = -1  # the newest chunk whose older pages were merged
         self._adjoint_dtype: torch.dtype | None = None
+        self._handed_out: set[int] = set()  # chunks whose last-layer pages every stage has
 
     def rounds(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         return self.clock.rounds(self.counts, lengths)
@@ -192,11 +193,14 @@ class LastKVState(LastKVAttention, SequenceState):
         """Sum what all stages hold of the last layer's adjoint, for the chunk that advance ``number`` ended in.
 
         A chunk's pages are collected once, when its newest advance is about to be swept: later chunks are done by then,
-        and stages without the last layer add nothing from inside the chunk itself.
+        and stages without the last layer add nothing from inside the chunk itself. Nor do they have the pages of a
+        chunk whose sweep begins before it was complete.
         """
         if pp_group.size() == 1:
             return
         chunk = self.clock.chunk(max(self._counts_before[number]))
+        if chunk not in self._handed_out:
+            return
         later = self._counts_before[number + 1 :]
         if later and self.clock.chunk(max(later[0])) == chunk:
             return
@@ -313,6 +317,7 @@ class LastKVState(LastKVAttention, SequenceState):
 
     def _hand_out(self, chunk: int, pp_group: Any) -> None:
         """Broadcast the last layer's own pages of a chunk from the last stage; other stages append them."""
+        self._handed_out.add(chunk)
         last_stage = dist.get_global_rank(pp_group, pp_group.size() - 1)
         on_last = pp_group.rank() == pp_group.size() - 1
         store = self._store
