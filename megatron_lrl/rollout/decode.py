@@ -17,7 +17,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lrl.experts.record import Routing
@@ -212,11 +211,7 @@ class Decoding:
             for part in batch:
                 assert part.state is not None
                 part.state.settle(runtime.groups.pp)
-        values = sum_over_cp(values, runtime)
-        if runtime.layout.tp > 1:
-            # CUDA may sum the same numbers in another order on each rank, and one draw in very many falls otherwise.
-            dist.broadcast(values, src=dist.get_global_rank(runtime.groups.tp, 0), group=runtime.groups.tp)
-        return from_last_stage(values, runtime).cpu()
+        return from_last_stage(sum_over_cp(values, runtime), runtime).cpu()
 
     def _micro_batch(self, batch: Sequence[Cohort], values_3n: Tensor) -> Any:
         """One token of each branch; ``values_3n`` takes those of this rank's slots."""

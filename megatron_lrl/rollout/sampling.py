@@ -82,9 +82,11 @@ class SampleHead:
             return logits_nV.new_zeros(3, 0, dtype=torch.float64)
         u_n = torch.tensor(list(self.uniforms(first))[:count], dtype=torch.float64)
         u_n = u_n.to(logits_nV.device, non_blocking=True)
-        token_n, logprob_n, entropy_n = draw(logits_nV, u_n, self.top_p)
-        if tp.size() > 1:  # ranks must ask for the same token's log-probability
-            dist.broadcast(token_n, src=dist.get_global_rank(tp, 0), group=tp)
+        drawn_3n = torch.stack([x.double() for x in draw(logits_nV, u_n, self.top_p)])
+        if tp.size() > 1:
+            # CUDA may sum the same numbers in another order on each rank, and one draw in very many falls otherwise.
+            dist.broadcast(drawn_3n, src=dist.get_global_rank(tp, 0), group=tp)
         if self.top_p >= 1.0:  # by the scorer's way, so that it is the scorer's number
-            logprob_n, entropy_n, _ = of_targets(logits_nv, token_n, tp)
-        return torch.stack([token_n.double(), logprob_n.double(), entropy_n.double()])
+            logprob_n, entropy_n, _ = of_targets(logits_nv, drawn_3n[0].long(), tp)
+            drawn_3n[1], drawn_3n[2] = logprob_n, entropy_n
+        return drawn_3n

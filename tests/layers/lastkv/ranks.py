@@ -25,13 +25,21 @@ from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.lifetimes.work import Branch, work_of
 from megatron_lrl.models.head import LogprobHead, all_rows, gather_logits, local_logits, output_weight
 from megatron_lrl.rollout.builtin import Sampler
+from megatron_lrl.rollout.decode import Decoding
 from megatron_lrl.rollout.sampling import SampleHead
 
-Seen = dict[tuple[int, int], Tensor]  # (branch, position) -> log-probabilities [V], float64
+Seen = dict[tuple[int, int], Tensor]  # (response, position) -> log-probabilities [V], float64
 
 
-def note(seen: Seen, hidden_smh: Tensor, layout: Any, model: Any, temperature: float) -> None:
-    """Keep the distribution at every slot of this rank (the same on all tp ranks)."""
+def note(
+    seen: Seen,
+    hidden_smh: Tensor,
+    layout: Any,
+    model: Any,
+    temperature: float,
+    responses: Sequence[int] | None = None,
+) -> None:
+    """Keep the distribution at every slot of this rank (the same on all tp ranks). ``responses``: of each branch."""
     tp = model.pg_collection.tp
     with torch.no_grad():
         rows = all_rows(hidden_smh, model)[: layout.local_tokens].detach()
@@ -40,16 +48,30 @@ def note(seen: Seen, hidden_smh: Tensor, layout: Any, model: Any, temperature: f
     positions = layout.positions(table.device)
     slots = [branch for branch, length in enumerate(layout.lengths) for _ in range(length)]
     for row in range(layout.local_tokens):
-        seen[slots[layout.local_start + row], int(positions[row])] = table[row]
+        branch = slots[layout.local_start + row]
+        seen[responses[branch] if responses else branch, int(positions[row])] = table[row]
 
 
 @contextmanager
 def watching(sampled: Seen, replayed: Seen) -> Iterator[None]:
     """The heads of sampler and replay, writing down what they see."""
 
+    micro_batch = Decoding._micro_batch
+    decoding: list[
+        int
+    ] = []  # response of each branch of the micro-batch whose head is made; stages have several
+
+    def watched(self: Decoding, batch: Any, values_3n: Tensor) -> Any:
+        decoding[:] = [response for part in batch for response in part.active]
+        return micro_batch(self, batch, values_3n)
+
     class WatchedSampleHead(SampleHead):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.responses = list(decoding)
+
         def __call__(self, hidden_smh: Tensor, layout: Any, model: Any) -> Tensor:
-            note(sampled, hidden_smh, layout, model, self.temperature)
+            note(sampled, hidden_smh, layout, model, self.temperature, self.responses)
             return super().__call__(hidden_smh, layout, model)
 
     class WatchedLogprobHead(LogprobHead):
@@ -58,6 +80,7 @@ def watching(sampled: Seen, replayed: Seen) -> Iterator[None]:
             return super().__call__(hidden_smh, layout, model)
 
     with (
+        mock.patch.object(Decoding, "_micro_batch", watched),
         mock.patch("megatron_lrl.rollout.decode.SampleHead", WatchedSampleHead),
         mock.patch("megatron_lrl.lifetimes.replay.LogprobHead", WatchedLogprobHead),
     ):
