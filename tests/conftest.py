@@ -83,6 +83,18 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("session")
 
 
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[[str], Path]:
+    """`write_config(text)`: a TOML file of these settings."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     done = [
         r for reports in terminalreporter.stats.values() for r in reports if isinstance(r, pytest.TestReport)

@@ -21,25 +21,15 @@ from megatron_lrl.config import (
 from megatron_lrl.errors import UserError
 
 
-@pytest.fixture
-def write(tmp_path: Path):
-    def _write(text: str) -> Path:
-        path = tmp_path / "run.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return _write
-
-
 def refused(path: Path, *overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         load_config(path, overrides)
     return str(caught.value)
 
 
-def test_every_documented_key_is_read(write) -> None:
+def test_every_documented_key_is_read(write_config) -> None:
     config = load_config(
-        write(
+        write_config(
             """
             lastkv = { chunk_size = 64, blend = false, gate_init = 0.25 }
             parallel = { tp = 2, cp = 3, pp = 4, ep = 1 }
@@ -224,8 +214,8 @@ def test_every_documented_key_is_read(write) -> None:
     assert config.eval.model_dump() == {"prompts": "e.jsonl", "every": 3, "samples": 16, "temperature": 0.5}
 
 
-def test_defaults_are_those_of_the_design(write) -> None:
-    config = load_config(write('[model]\nhf = "DIR"\n'))
+def test_defaults_are_those_of_the_design(write_config) -> None:
+    config = load_config(write_config('[model]\nhf = "DIR"\n'))
     assert (config.model.dtype, config.model.attention) == ("float32", "full")
     assert config.model.same_bits == "off"
     assert (config.lastkv.chunk_size, config.lastkv.blend, config.lastkv.gate_init) == (512, True, 0.1)
@@ -261,8 +251,8 @@ def test_defaults_are_those_of_the_design(write) -> None:
     assert not config.replay.use_recorded_routing and config.optimizer.lr == 1e-6
 
 
-def test_overrides_are_toml_and_the_last_one_wins(write) -> None:
-    path = write('[model]\nhf = "DIR"\n[train]\nupdates = 5\n')
+def test_overrides_are_toml_and_the_last_one_wins(write_config) -> None:
+    path = write_config('[model]\nhf = "DIR"\n[train]\nupdates = 5\n')
     config = load_config(
         path,
         [
@@ -285,13 +275,13 @@ def test_overrides_are_toml_and_the_last_one_wins(write) -> None:
     assert config.parallel.sequence_parallel is False
 
 
-def test_an_override_of_the_model_replaces_the_other_source(write) -> None:
-    path = write('[model]\nhf = "DIR"\n')
+def test_an_override_of_the_model_replaces_the_other_source(write_config) -> None:
+    path = write_config('[model]\nhf = "DIR"\n')
     config = load_config(path, ["model.checkpoint=CKPT"])
     assert (config.model.hf, config.model.checkpoint) == (None, "CKPT")
     assert "set exactly one" in refused(path, "model.checkpoint=a", "model.hf=b")
-    assert "set exactly one" in refused(write('[model]\nhf = "a"\ncheckpoint = "b"\n'))
-    assert "set model.hf or model.checkpoint" in refused(write("[train]\nupdates = 2\n"))
+    assert "set exactly one" in refused(write_config('[model]\nhf = "a"\ncheckpoint = "b"\n'))
+    assert "set model.hf or model.checkpoint" in refused(write_config("[train]\nupdates = 2\n"))
 
 
 @pytest.mark.parametrize(
@@ -331,36 +321,40 @@ def test_an_override_of_the_model_replaces_the_other_source(write) -> None:
         ("lastkv.gate_init=1", ["lastkv.gate_init", "> 0 and < 1"]),
     ],
 )  # fmt: skip
-def test_bad_overrides_name_the_key_and_what_is_valid(write, override: str, expected: list[str]) -> None:
-    message = refused(write('[model]\nhf = "DIR"\n'), override)
+def test_bad_overrides_name_the_key_and_what_is_valid(
+    write_config, override: str, expected: list[str]
+) -> None:
+    message = refused(write_config('[model]\nhf = "DIR"\n'), override)
     assert all(part in message for part in [*expected, override]), message
     assert len(message.splitlines()) == 1, message
 
 
 @pytest.mark.parametrize("override", ["train.updates", "updates=3", ".updates=3", "train.=3", "=3", ""])
-def test_what_is_not_an_override_is_refused(write, override: str) -> None:
-    assert "is not table.key=value" in refused(write('[model]\nhf = "DIR"\n'), override)
+def test_what_is_not_an_override_is_refused(write_config, override: str) -> None:
+    assert "is not table.key=value" in refused(write_config('[model]\nhf = "DIR"\n'), override)
 
 
-def test_an_override_cannot_smuggle_in_another_key(write) -> None:
-    assert "train.updates" in refused(write('[model]\nhf = "DIR"\n'), "train.updates=3\nlr=1")
+def test_an_override_cannot_smuggle_in_another_key(write_config) -> None:
+    assert "train.updates" in refused(write_config('[model]\nhf = "DIR"\n'), "train.updates=3\nlr=1")
 
 
-def test_problems_in_a_file_name_the_file_and_all_keys(write, tmp_path: Path) -> None:
-    path = write('[model]\nhf = "DIR"\n[train]\nupdates = "3"\n[parallel]\ntp = 0\n')
+def test_problems_in_a_file_name_the_file_and_all_keys(write_config, tmp_path: Path) -> None:
+    path = write_config('[model]\nhf = "DIR"\n[train]\nupdates = "3"\n[parallel]\ntp = 0\n')
     message = refused(path)
     assert len(message.splitlines()) == 2
     assert all(f"{path}: {key} expects integer >= 1" in message for key in ("train.updates", "parallel.tp"))
-    assert f"{path}: train must be a table" in refused(write('train = 3\nmodel = { hf = "D" }\n'))
-    assert "not valid TOML" in refused(write("[model\n")) and "line 1" in refused(write("[model\n"))
+    assert f"{path}: train must be a table" in refused(write_config('train = 3\nmodel = { hf = "D" }\n'))
+    assert "not valid TOML" in refused(write_config("[model\n")) and "line 1" in refused(
+        write_config("[model\n")
+    )
     assert "missing.toml: cannot be read" in refused(tmp_path / "missing.toml")
     assert "cannot be read" in refused(tmp_path)
     path.write_bytes(b"\xff\xfe")
     assert "not UTF-8 text" in refused(path)
 
 
-def test_settings_are_frozen(write) -> None:
-    config = load_config(write('[model]\nhf = "DIR"\n'))
+def test_settings_are_frozen(write_config) -> None:
+    config = load_config(write_config('[model]\nhf = "DIR"\n'))
     with pytest.raises(ValueError, match="frozen"):
         config.train.updates = 3
 

@@ -7,7 +7,6 @@ It does not show: that a verb obeys a setting.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,32 +14,22 @@ from megatron_lrl.config import check_train, differing_settings, load_config
 from megatron_lrl.errors import UserError
 
 
-@pytest.fixture
-def write(tmp_path: Path):
-    def _write(text: str) -> Path:
-        path = tmp_path / "run.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return _write
-
-
-def test_training_needs_prompts_an_output_and_a_group(write) -> None:
-    path = write('[model]\nhf = "DIR"\n[train]\noutput = "runs/a"\n[data]\nprompts = "p.jsonl"\n')
+def test_training_needs_prompts_an_output_and_a_group(write_config) -> None:
+    path = write_config('[model]\nhf = "DIR"\n[train]\noutput = "runs/a"\n[data]\nprompts = "p.jsonl"\n')
     check_train(load_config(path))
     with pytest.raises(UserError, match=r"rollout\.group_size = 1.*at least 2"):
         check_train(load_config(path, ["rollout.group_size=1"]))
     with pytest.raises(UserError, match=r"needs rollout\.record_routing = true"):
         check_train(load_config(path, ["replay.use_recorded_routing=true"]))
-    bare = write('[model]\nhf = "DIR"\n')
+    bare = write_config('[model]\nhf = "DIR"\n')
     with pytest.raises(UserError, match=r"data\.prompts"):
         check_train(load_config(bare, ["train.output=a"]))
     with pytest.raises(UserError, match=r"train\.output"):
         check_train(load_config(bare, ["data.prompts=a"]))
 
 
-def test_recorded_groups_need_their_file_and_no_prompts(write) -> None:
-    path = write('[model]\nhf = "DIR"\n[rollout]\nsource = "file"\n[train]\noutput = "runs/a"\n')
+def test_recorded_groups_need_their_file_and_no_prompts(write_config) -> None:
+    path = write_config('[model]\nhf = "DIR"\n[rollout]\nsource = "file"\n[train]\noutput = "runs/a"\n')
     with pytest.raises(UserError, match=r"needs rollout\.trajectories"):
         check_train(load_config(path))
     given = ["rollout.trajectories=t.jsonl", "rollout.group_size=1"]
@@ -49,8 +38,8 @@ def test_recorded_groups_need_their_file_and_no_prompts(write) -> None:
         check_train(load_config(path, [*given, "prefix.max_staleness=1"]))
 
 
-def test_a_resumed_run_may_change_its_layout_but_not_its_objective(write) -> None:
-    path = write('[model]\nhf = "DIR"\n')
+def test_a_resumed_run_may_change_its_layout_but_not_its_objective(write_config) -> None:
+    path = write_config('[model]\nhf = "DIR"\n')
     saved = json.loads(json.dumps(load_config(path).model_dump(mode="json")))
     harmless = ["parallel.tp=2", "prefix.chunk_size=64", "replay.concurrent=4", "train.updates=30",
                 "train.output=elsewhere", "train.overwrite=true", "train.save_every=1"]  # fmt: skip

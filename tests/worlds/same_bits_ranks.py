@@ -19,12 +19,10 @@ from megatron_lrl.layers.softmax.kv import KVLayer
 from megatron_lrl.lifetimes.open import open_run
 from megatron_lrl.lifetimes.window import UpdateWindow
 from megatron_lrl.passes.schedule import in_lockstep
-from megatron_lrl.rl.accumulate import WindowPlan, accumulate, branches_of, score_group
-from megatron_lrl.rl.material import limits
+from megatron_lrl.rl.accumulate import accumulate, branches_of, score_group
 from megatron_lrl.rollout.builtin import Sampler
-from megatron_lrl.rollout.data import read_trajectories
 from megatron_lrl.rollout.types import Group, Prompt
-from worlds.ranks import Case, config_of, scope
+from worlds.ranks import Case, config_of, opened, scope
 
 
 def sampled_and_replayed(world: World, cases: Sequence[Case]) -> list[list[dict[str, Any]]]:
@@ -70,12 +68,7 @@ def with_graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
     found = []
     with scope(world) as runtime:
         for case in cases:
-            with (
-                open_run(config_of(world, case), runtime, gradients=True) as run,
-                UpdateWindow(run) as window,
-            ):
-                groups = list(read_trajectories(case["trajectories"], limits(run.arch)))
-                plan = WindowPlan(groups, run.config, runtime.dp, runtime.dp_rank)
+            with opened(world, case, runtime) as (_, window, plan):
                 sums = accumulate(window, plan)
                 found.append((int(sums["mismatch_bitwise_count"]), plan.totals.tokens))
     return found
