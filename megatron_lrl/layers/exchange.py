@@ -75,7 +75,11 @@ class _ToOwners(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_mhd: Tensor, layout: TokenLayout, group: Any) -> Tensor:
-        ctx.slots, ctx.padded, ctx.group = layout.key_slots.to(x_mhd.device), layout.padded, group
+        ctx.slots, ctx.padded, ctx.group = (
+            layout.key_slots.to(x_mhd.device, non_blocking=True),
+            layout.padded,
+            group,
+        )
         return gather_tokens(x_mhd, group).index_select(0, ctx.slots)
 
     @staticmethod

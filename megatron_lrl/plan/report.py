@@ -237,14 +237,10 @@ def bytes_lines(columns: Sequence[RankBytes]) -> list[str]:
     ]
 
 
-def plan_of_run(run: Run, longest_prompt: int) -> RankBytes:
-    """What this rank of an open run will take at its peak: the longest prompt, every response of the longest length."""
-    config = run.config
-    work = Work(
-        longest_prompt, config.rollout.max_new_tokens, config.rollout.group_size, config.replay.concurrent
-    )
-    with open_plan(config, beside(run.runtime), run.arch) as plan:
-        return replace(plan.bytes_of(work), libraries=run.ledger.libraries)
+def plan_of_run(run: Run, work: Work, recorded: bool = False) -> RankBytes:
+    """What this rank of an open run will take at its peak. ``recorded``: responses are not sampled."""
+    with open_plan(run.config, beside(run.runtime), run.arch) as plan:
+        return replace(plan.bytes_of(work, recorded=recorded), libraries=run.ledger.libraries)
 
 
 def against_measured(planned: RankBytes, ledger: Ledger) -> str:

@@ -14,10 +14,8 @@ from megatron_lrl.experts.record import RoutingShape
 from megatron_lrl.layers.moe.routing import expert_layers
 from megatron_lrl.lifetimes.open import read_model_architecture
 from megatron_lrl.models.hf_config import Architecture
-from megatron_lrl.rl.accumulate import (
-    WindowPlan,
-    require_routing,
-)
+from megatron_lrl.plan.graphs import Work
+from megatron_lrl.rl.accumulate import WindowPlan, require_routing
 from megatron_lrl.rl.lm_data import Corpus, load_corpus
 from megatron_lrl.rl.rewards import Reward, load_reward
 from megatron_lrl.rl.source import Trajectories
@@ -61,14 +59,13 @@ class Groups(NamedTuple):
 
     prompts: list[Prompt]
     recorded: Trajectories | None  # where responses are not sampled
+    work: Work  # the longest prompt, the largest group of the longest responses
     held_out: list[Prompt]
     reward: Reward
     text: Text
 
 
-def read_material(
-    config: Config,
-) -> Documents | Groups:
+def read_material(config: Config) -> Documents | Groups:
     """What a run trains on and what it holds out, read and checked against the model."""
     check_train(config)
     arch = read_model_architecture(config)
@@ -81,11 +78,15 @@ def read_material(
             held_out = read(config.train.seed, shuffle=False, key="held_out")
         return Documents(read(config.train.seed, config.data.shuffle), held_out)
     held_out_prompts, recorded = [], None
+    largest, longest = config.rollout.group_size, config.rollout.max_new_tokens
     if config.rollout.source == "file":
         assert config.rollout.trajectories is not None
         groups = recorded_groups(config, config.rollout.trajectories)
         recorded = Trajectories(config, groups)
-        _ = [WindowPlan([group], config, 1, 0) for group in groups]  # rewards or advantages are there
+        for group in groups:
+            WindowPlan([group], config)  # rewards or advantages are there
+        largest = max(len(group.responses) for group in groups)
+        longest = max(len(response.ids) for group in groups for response in group.responses)
         prompts = [Prompt(group.id, group.prompt_ids) for group in groups]
     else:
         assert config.data.prompts is not None
@@ -95,7 +96,8 @@ def read_material(
     reward = load_reward(config.data.reward, config.data.reward_args)
     if unrewarded := unrewarded_prompts(reward, [*([] if recorded else prompts), *held_out_prompts]):
         raise next(iter(unrewarded.values()))
-    return Groups(prompts, recorded, held_out_prompts, reward, text)
+    work = Work(max(len(prompt.prompt_ids) for prompt in prompts), longest, largest, config.replay.concurrent)
+    return Groups(prompts, recorded, work, held_out_prompts, reward, text)
 
 
 def recorded_groups(config: Config, trajectories: str) -> list[Group]:

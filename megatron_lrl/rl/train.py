@@ -94,9 +94,9 @@ def _train(config: Config, runtime: Runtime, material: Documents | Groups, outpu
             if changed:
                 tracker.note(f"goes on with other content of {', '.join(changed)}")
             planned = None
-            if runtime.is_main and prompts:
+            if runtime.is_main and isinstance(material, Groups):
                 try:
-                    planned = plan_of_run(run, max(len(prompt.prompt_ids) for prompt in prompts))
+                    planned = plan_of_run(run, material.work, recorded=material.recorded is not None)
                 except Exception as error:  # advice: a module that has no meta form must not end the run
                     tracker.note(f"bytes were not planned: {type(error).__name__}: {error}")
             saved = first if newest is not None else None

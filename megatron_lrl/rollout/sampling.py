@@ -25,20 +25,19 @@ def uniform(seed: int, update: int, group: str, branch: int, index: int) -> floa
     return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) / 2.0**53
 
 
-def draw(logits_nV: Tensor, uniform_n: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
+def draw(logits_nV: Tensor, uniform_n: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Sample one token per row of ``softmax(logits)``, or of its nucleus.
 
     The nucleus is the smallest set of most probable tokens whose probability reaches ``top_p`` (Holtzman et al.,
-    arXiv 1904.09751), renormalised. Returns token_n int64, its log-probability under the distribution it was drawn
-    from, and the entropy of the *full* distribution.
+    arXiv 1904.09751), renormalised. Returns token_n int64 and its log-probability under the distribution it was drawn
+    from.
     """
     logprob_nV = logits_nV.log_softmax(-1)
     p_nV = logprob_nV.exp().double()
-    entropy_n = -(p_nV * logprob_nV.masked_fill(p_nV == 0, 0)).sum(-1)
     if top_p >= 1.0:
         cdf_nV = p_nV.cumsum(-1)
         token_n = _invert(cdf_nV, uniform_n)
-        return token_n, _at(logprob_nV, token_n), entropy_n
+        return token_n, _at(logprob_nV, token_n)
     sorted_nV, order_nV = p_nV.sort(dim=-1, descending=True, stable=True)
     before_nV = sorted_nV.cumsum(-1) - sorted_nV
     kept_nV = torch.where(before_nV < top_p, sorted_nV, 0)
@@ -46,7 +45,7 @@ def draw(logits_nV: Tensor, uniform_n: Tensor, top_p: float) -> tuple[Tensor, Te
     rank_n = _invert(cdf_nV, uniform_n)
     token_n = _at(order_nV, rank_n)
     logprob_n = _at(kept_nV, rank_n).log() - cdf_nV[:, -1].log()
-    return token_n, logprob_n.to(logits_nV.dtype), entropy_n
+    return token_n, logprob_n.to(logits_nV.dtype)
 
 
 def _invert(cdf_nV: Tensor, uniform_n: Tensor) -> Tensor:
@@ -82,11 +81,12 @@ class SampleHead:
             return logits_nV.new_zeros(3, 0, dtype=torch.float64)
         u_n = torch.tensor(list(self.uniforms(first))[:count], dtype=torch.float64)
         u_n = u_n.to(logits_nV.device, non_blocking=True)
-        drawn_3n = torch.stack([x.double() for x in draw(logits_nV, u_n, self.top_p)])
+        drawn_2n = torch.stack([x.double() for x in draw(logits_nV, u_n, self.top_p)])
         if tp.size() > 1:
             # CUDA may sum the same numbers in another order on each rank, and one draw in very many falls otherwise.
-            dist.broadcast(drawn_3n, src=dist.get_global_rank(tp, 0), group=tp)
+            dist.broadcast(drawn_2n, src=dist.get_global_rank(tp, 0), group=tp)
+        token_n, logprob_n = drawn_2n
+        scored_n, entropy_n, _ = of_targets(logits_nv, token_n.long(), tp)
         if self.top_p >= 1.0:  # by the scorer's way, so that it is the scorer's number
-            logprob_n, entropy_n, _ = of_targets(logits_nv, drawn_3n[0].long(), tp)
-            drawn_3n[1], drawn_3n[2] = logprob_n, entropy_n
-        return drawn_3n
+            logprob_n = scored_n.double()
+        return torch.stack([token_n, logprob_n, entropy_n.double()])

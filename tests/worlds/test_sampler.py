@@ -23,6 +23,7 @@ from harness import ONE, WORLDS, World, run_world
 from oracle import hf_oracle
 from oracle.compare import max_difference
 
+from megatron_lrl.models.head import of_targets
 from megatron_lrl.rollout.sampling import draw, uniform
 
 BAR, RATIO_BAR = 2e-5, 1e-4
@@ -195,7 +196,11 @@ def test_draw_follows_its_distribution_on_a_grid(top_p: float, kept: list[int]) 
     probability_V = torch.tensor([0.05, 0.3, 0.0, 0.4, 0.13, 0.12], dtype=torch.float64)
     points = 20_000
     uniform_n = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    token_n, logprob_n, entropy_n = draw(probability_V.log().expand(points, -1), uniform_n, top_p)
+    logits_nV = probability_V.log().expand(points, -1)
+    token_n, logprob_n = draw(logits_nV, uniform_n, top_p)
+    entropy_n = of_targets(logits_nV.clone(), token_n, None)[
+        1
+    ]  # of the full distribution, as the head reports it
     nucleus_V = torch.zeros_like(probability_V)
     nucleus_V[kept] = probability_V[kept] / probability_V[kept].sum()
     share_V = token_n.bincount(minlength=6).double() / points
@@ -211,9 +216,10 @@ def test_tokens_without_probability_never_come() -> None:
     logits_V = torch.tensor([-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf])
     edges_n = torch.tensor([0.0, 2.0**-53, 0.5, 1.0 - 2.0**-53], dtype=torch.float64)
     for top_p in (1.0, 0.99):
-        token_n, logprob_n, entropy_n = draw(logits_V.expand(4, -1), edges_n, top_p)
+        token_n, logprob_n = draw(logits_V.expand(4, -1), edges_n, top_p)
+        scored_n, entropy_n, _ = of_targets(logits_V.expand(4, -1).clone(), token_n, None)
         assert set(token_n.tolist()) == {1, 3}
-        assert torch.isfinite(logprob_n).all() and torch.isfinite(entropy_n).all()
+        assert all(torch.isfinite(x).all() for x in (logprob_n, scored_n, entropy_n))
 
 
 def test_hashed_uniforms_pass_a_chi_square(report: Any) -> None:
@@ -222,7 +228,7 @@ def test_hashed_uniforms_pass_a_chi_square(report: Any) -> None:
     logits_V = torch.randn(12, generator=generator)
     keys = [(branch, index) for branch in range(40) for index in range(600)]
     uniform_n = torch.tensor([uniform(7, 2, "p0@5", *key) for key in keys], dtype=torch.float64)
-    token_n, _, _ = draw(logits_V.expand(len(keys), -1), uniform_n, 1.0)
+    token_n, _ = draw(logits_V.expand(len(keys), -1), uniform_n, 1.0)
     expected_V = len(keys) * logits_V.double().softmax(-1)
     statistic = float(((token_n.bincount(minlength=12) - expected_V) ** 2 / expected_V).sum())
     report("chi-square, 11 degrees of freedom", statistic)

@@ -60,7 +60,7 @@ def attend(
     o = torch.zeros(n, h, s, g, d, dtype=wide, device=q.device)
     total = torch.zeros(n, h, s, g, dtype=wide, device=q.device)
     top = torch.full_like(total, float("-inf"))
-    visible_s = torch.tensor(visible, device=q.device)
+    visible_s = torch.tensor(visible).to(q.device, non_blocking=True)
     at_once = max(1, _SCORES // (n * h * s * g * TILE))
     for first, count, k_bhtd, v_bhtd in _tiles(sources, wide, visible[0], at_once):
         low = bisect_right(visible, first)  # earlier queries see nothing of this tile

@@ -95,7 +95,9 @@ def segment_attention(
 
     Returns: o_mHd in the queries' dtype; padding slots are zero.
     """
-    tasks = layout.plan([block.shape for block in blocks])
+    # Keys by position need no plan, but for the backward.
+    planned = torch.is_grad_enabled() or not layout.same_bits
+    tasks = layout.plan([block.shape for block in blocks]) if planned else ()
     live: list[Tensor] = []
     for block in blocks:
         live += [block.k_bhtd, block.v_bhtd] if block.live else []
