@@ -51,15 +51,16 @@ _TIMED = ("capture", "rollout", "score", "replay", "reduce", "step")
 
 @dataclass(frozen=True)
 class _Accumulated:
-    """An update up to its reduction. Equal on every rank, except ``plan.local`` and the gradient."""
+    """An update up to its reduction. Equal on every rank, except ``plan.local`` and ``exact``.
+
+    exact: the gradient that the contract's is compared with, by parameter, in updates that measure it.
+    """
 
     plan: WindowPlan
     recorded: Recorded
     sums: dict[str, torch.Tensor]
     drifts: list[Drift]
-    exact: (
-        dict[str, torch.Tensor] | None
-    )  # the gradient that the contract is compared with, in updates that measure
+    exact: dict[str, torch.Tensor] | None
 
 
 class Trainer:
@@ -88,7 +89,7 @@ class Trainer:
             number,
             watch,
             lambda window: self._accumulate(window, number, watch),
-            lambda found: {} if found.exact is None else omitted_metrics(self.run, found.exact),
+            self._omitted,
             lambda window, found: nonfinite_branches(window, found.plan, self.run.reference),
         )
         found = done.accumulated
@@ -103,6 +104,13 @@ class Trainer:
             metrics["rollout/entropy"] = found.recorded.entropy
         self.source.stepped()
         return metrics, self._samples(found.recorded.groups)
+
+    def _omitted(self, found: _Accumulated) -> dict[str, float]:
+        if found.exact is None:
+            return {}
+        measured = omitted_metrics(self.run, found.exact)
+        found.exact.clear()  # as large as the gradient: it ends before the step
+        return measured
 
     def _accumulate(self, window: UpdateWindow, number: int, watch: Stopwatch) -> _Accumulated:
         """Take the source's groups and add their gradient."""
