@@ -44,6 +44,7 @@ __all__ = [
 _PATHS = (
     "model.hf",
     "model.checkpoint",
+    "adapter.path",
     "train.output",
     "data.prompts",
     "rollout.trajectories",
@@ -231,6 +232,7 @@ def _valid(setting: Any) -> str:
         str: "string",
         str | None: "string",
         tuple[float, float]: "two numbers",
+        tuple[str, ...]: "list of strings",
         dict[str, Any]: "table",
     }
     kind = kinds.get(setting.annotation)

@@ -33,6 +33,8 @@ def check_inputs(verb: str, config: Config, options: dict[str, Any], writes: boo
         require_checkpoint(config.model.checkpoint)
     elif config.model.hf is not None:
         require_model(config.model.hf)
+    if config.adapter.path is not None:
+        require_file(Path(config.adapter.path) / "adapter_config.json")
     source = options.get("prompts") or options.get("trajectories")
     if verb == "train" and config.train.objective == "grpo":
         recorded = config.rollout.source == "file"
@@ -54,6 +56,7 @@ def _reads(config: Config, options: dict[str, Any]) -> dict[str, str | Path | No
         "--trajectories": options.get("trajectories"),
         "model.hf": config.model.hf,
         "model.checkpoint": config.model.checkpoint,
+        "adapter.path": config.adapter.path,
         "data.prompts": config.data.prompts,
         "rollout.trajectories": config.rollout.trajectories,
         "eval.prompts": config.eval.prompts,

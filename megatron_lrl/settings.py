@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megatron_lrl.settings_adapter import AdapterTable
 from megatron_lrl.settings_data import DataTable, EvalTable
 from megatron_lrl.table import LARGEST_BYTES, MOST_AT_ONCE, MOST_RANKS, Table
 from megatron_lrl.table import key as _key
@@ -362,6 +363,7 @@ class Config(Table):
     """All settings of a run."""
 
     model: ModelTable = Field(default_factory=ModelTable)
+    adapter: AdapterTable = Field(default_factory=AdapterTable)
     lastkv: LastKVTable = Field(default_factory=LastKVTable)
     parallel: ParallelTable = Field(default_factory=ParallelTable)
     prefix: PrefixTable = Field(default_factory=PrefixTable)
@@ -383,6 +385,10 @@ class Config(Table):
             raise ValueError(
                 f"prefix.keep_graph_bytes = {self.prefix.keep_graph_bytes} needs parallel.pp = 1, not "
                 f"{self.parallel.pp}: a pipeline passes gradients between stages only within one schedule; valid: 0"
+            )
+        if self.adapter.on and self.moe.router_bias_update_rate:
+            raise ValueError(
+                "moe.router_bias_update_rate moves the base, which is frozen under [adapter]; valid: 0"
             )
         if self.optimizer.warmup_updates >= self.train.updates:
             raise ValueError(

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "megatron_lrl"
 LONGEST = 400
 
 LEAVES = {
+    "settings_adapter",
     "errors",
     "reading",
     "settings",
@@ -34,7 +35,7 @@ LEAVES = {
     "platform_cpu",
     "tracking",
 }
-RUN = {"layers", "models", "checkpoint", "run"}
+RUN = {"layers", "models", "checkpoint", "adapters", "run"}
 WINDOW = RUN | {"passes", "experts", "lifetimes"}
 
 # Room -> the rooms it may import, besides itself and the leaves.
@@ -44,7 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "layers": set(),
     "models": {"layers"},
     "checkpoint": {"layers", "models"},
-    "run": {"layers", "models", "checkpoint"},
+    "adapters": {"layers", "models", "checkpoint"},
+    "run": {"layers", "models", "checkpoint", "adapters"},
     "passes": RUN,
     "experts": RUN,
     "lifetimes": RUN | {"passes", "experts"},

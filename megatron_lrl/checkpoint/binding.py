@@ -17,6 +17,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<before>\.mlp\.experts\.(local_experts\.|linear_fc[12]\.weight))(?P<number>\d+)")
 
 
+ADAPTER = ".adapter."
+"""In the names of parameters that stand beside a weight; their entries are the adapter's own."""
+
+
 @dataclass(frozen=True)
 class Binding:
     """Attributes:
@@ -47,6 +51,8 @@ def bind(
     found: dict[str, torch.Tensor] = {}
     tied_head = None
     for name, parameter in gpt.named_parameters():
+        if ADAPTER in name:
+            continue
         if arch.tied and name == OUTPUT_LAYER:
             tied_head = parameter
             continue

@@ -83,11 +83,13 @@ def gather_hf_parts(
     packed: bool | None = None,
     buffers: bool = True,
     fresh: bool = False,
+    trained: bool = False,
 ) -> Iterator[TensorPart]:
     """As `gather_hf_tensors`, but packed experts come one by one, in their order.
 
     `packed`: None for the form of the files that the model was loaded from; `buffers`: with weights that are not
-    trained; `fresh`: what `get` returns is nobody else's, so that it need not be copied.
+    trained; `fresh`: what `get` returns is nobody else's, so that it need not be copied; `trained`: an adapter's
+    tensors in the place of the model's, where it has one.
     """
     ep_rank, ep_size = ep_place(runtime)
     replica = runtime.groups.expt_dp.rank() if ep_size > 1 else runtime.groups.dp_cp.rank()
@@ -95,7 +97,8 @@ def gather_hf_parts(
         return
     if packed is None:
         packed = bool(getattr(unwrap(model), "packed_experts", False))
-    binding = bind(model, arch, (ep_rank, ep_size), packed)
+    adapters = unwrap(model).adapters if trained else None
+    binding = bind(model, arch, (ep_rank, ep_size), packed) if adapters is None else adapters.binding
     local = {entry.name: parameter for entry, parameter in binding.pairs}
     held = {entry.layer if entry.layer is not None else entry.name for entry, _ in binding.pairs}
     stages = runtime.gather_objects(held, runtime.groups.pp)
@@ -218,9 +221,8 @@ def write_hf_file(
     ranks). Raises UserError when it cannot be written.
     """
     packed = bool(getattr(unwrap(model), "packed_experts", False))
-    tensors = gather_hf_parts(model, arch, runtime, get, packed, buffers=False)
-    trained = (entry for entry in conversion_table(arch, packed) if not entry.buffer)
-    shapes = {name: (dtype, shape) for name, shape in stored_shapes(trained).items()}
+    tensors = gather_hf_parts(model, arch, runtime, get, packed, buffers=False, trained=True)
+    shapes = {name: (dtype, shape) for name, shape in stored_shapes(_trained(model, arch, packed)).items()}
     largest = 0
 
     def seen(part: TensorPart) -> TensorPart:
@@ -242,10 +244,17 @@ def write_hf_file(
     return largest
 
 
-def gradient_file_bytes(arch: Architecture, dtype: torch.dtype) -> int:
+def gradient_file_bytes(model: torch.nn.Module, arch: Architecture, dtype: torch.dtype) -> int:
     """What `write_hf_file` holds on rank 0 while it writes gradients: the largest tensor."""
-    trained = (entry for entry in conversion_table(arch) if not entry.buffer)
+    trained = _trained(model, arch, packed=False)
     return max(shape.numel() * dtype.itemsize for entry in trained for shape in entry.hf_shapes)
+
+
+def _trained(model: torch.nn.Module, arch: Architecture, packed: bool) -> list[Entry]:
+    """Entries of the parameters that have a gradient: an adapter's, or the model's."""
+    if (adapters := unwrap(model).adapters) is not None:
+        return list(adapters.binding.entries)
+    return [entry for entry in conversion_table(arch, packed) if not entry.buffer]
 
 
 def _with_tied_head(tensors: Iterator[TensorPart], embedding: str) -> Iterator[TensorPart]:

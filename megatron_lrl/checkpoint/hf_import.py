@@ -22,6 +22,7 @@ from megatron_lrl.checkpoint.manifest import (
     Manifest,
     check_same_model,
     read_manifest,
+    require_weights,
     write_manifest,
 )
 from megatron_lrl.checkpoint.safetensors_io import SafetensorsReader
@@ -82,6 +83,8 @@ def load_checkpoint_weights(
         UserError: no checkpoint there, damaged, or of another model.
     """
     manifest = runtime.together(read_manifest, ckpt_dir)
+    if unwrap(model).adapters is None:
+        runtime.together(require_weights, manifest, ckpt_dir)
     if gate_init is None or has_gates(manifest):
         runtime.together(check_same_model, arch, manifest, ckpt_dir)
         load_weights(model, ckpt_dir, runtime)

@@ -34,12 +34,14 @@ class Manifest:
     architecture: `Architecture.to_dict()`, for people and for messages that name a differing field.
     dtype: parameter dtype of the stored weights (a key of `precision.DTYPES`).
     layout: names, files, dtypes and shapes of the source's tensors.
+    adapter: where an adapter alone is stored, what it is and where its base lies; None: all weights are.
     """
 
     fingerprint: str
     architecture: dict[str, Any]
     dtype: str
     layout: FileLayout
+    adapter: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, arch: Architecture, dtype: str, layout: FileLayout) -> Manifest:
@@ -54,7 +56,8 @@ def write_manifest(directory: Path, manifest: Manifest, carried_from: Path, arch
     `lastkv` if the model has it and its source did not, and loses quantization_config: weights are stored wide.
     """
     carry_files(carried_from, directory / HF_FOLDER)
-    carry_tensors(carried_from, directory / HF_FOLDER, manifest.layout, arch)
+    if manifest.adapter is None:
+        carry_tensors(carried_from, directory / HF_FOLDER, manifest.layout, arch)
     _adapt_config(directory / HF_FOLDER / "config.json", manifest.architecture.get("lastkv"))
     content = {
         "format_version": FORMAT_VERSION,
@@ -62,6 +65,7 @@ def write_manifest(directory: Path, manifest: Manifest, carried_from: Path, arch
         "architecture": manifest.architecture,
         "dtype": manifest.dtype,
         "source": manifest.layout.to_dict(),
+        **({} if manifest.adapter is None else {"adapter": manifest.adapter}),
     }
     partial = directory / f"{MANIFEST_FILE}.incomplete"
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -91,6 +95,7 @@ def read_manifest(ckpt_dir: str | Path) -> Manifest:
             architecture=dict(content["architecture"]),
             dtype=str(content["dtype"]),
             layout=FileLayout.from_dict(content["source"]),
+            adapter=None if content.get("adapter") is None else dict(content["adapter"]),
         )
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path}: damaged manifest: {reason_of(error)}") from error
@@ -102,6 +107,15 @@ def read_checkpoint_architecture(ckpt_dir: str | Path) -> tuple[Architecture, Ma
     arch = read_architecture(Path(ckpt_dir) / HF_FOLDER)
     check_same_model(arch, manifest, ckpt_dir)
     return arch, manifest
+
+
+def require_weights(manifest: Manifest, ckpt_dir: str | Path) -> None:
+    """Raise `UserError` if a checkpoint holds an adapter alone, where a model is wanted."""
+    if manifest.adapter is not None:
+        raise UserError(
+            f"{ckpt_dir}: holds an adapter, not a model (its base: {manifest.adapter.get('base')}); `export` makes a "
+            "directory of it for adapter.path and for peft, `export --merge` a whole model"
+        )
 
 
 def check_same_model(arch: Architecture, manifest: Manifest, ckpt_dir: str | Path) -> None:

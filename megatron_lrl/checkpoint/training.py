@@ -52,7 +52,7 @@ from megatron_lrl.checkpoint.weights import FAILURES, weights_state_dict
 from megatron_lrl.errors import UserError
 from megatron_lrl.models.hf_config import Architecture, read_architecture
 from megatron_lrl.reading import failures_of
-from megatron_lrl.runtime import Runtime
+from megatron_lrl.runtime import Runtime, unwrap
 from megatron_lrl.settings import Config
 
 from megatron.core import dist_checkpointing  # isort: skip  # after weights, which installs the CPU platform
@@ -261,7 +261,10 @@ def _source(run: TrainableRun) -> tuple[Manifest, Path]:
     arch = run.arch if has_gates(manifest) else run.arch.with_lastkv(None)
     check_same_model(arch, manifest, model.checkpoint or carried)
     manifest = converted(manifest, run.arch)
-    return replace(manifest, dtype=model.dtype), carried
+    adapters = unwrap(run.model).adapters
+    base = str(Path(model.checkpoint or carried).absolute())
+    adapter = None if adapters is None else {**adapters.spec.to_dict(), "base": base}
+    return replace(manifest, dtype=model.dtype, adapter=adapter), carried
 
 
 def _write_shards(run: TrainableRun, partial: Path, rng: bytes, rng_bytes: int) -> int:

@@ -33,6 +33,8 @@ def weights_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     Engine only, which would tie a checkpoint to the modules that wrote it.
     """
     core = unwrap(model)
+    if core.adapters is not None:  # what is trained; the base stays where it came from
+        return core.adapters.sharded()
     # Layers of several kinds cannot share a tensor with a layer axis: each has keys of its own.
     state = core.sharded_state_dict(metadata={"non_homogeneous_layers": True} if core.arch.hybrid else None)
     return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
@@ -56,6 +58,8 @@ def load_weights(
 
     def read() -> None:
         state = {key: value for key, value in weights_state_dict(model).items() if not skip(key)}
+        adapted = unwrap(model).adapters is not None  # its base is in place already
+        wanted = set(state) if adapted else set(unwrap(model).state_dict())
         with reading_checkpoint(ckpt_dir), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's, about its own argument order
             loaded = dist_checkpointing.load({"model": state}, str(ckpt_dir))
@@ -64,7 +68,7 @@ def load_weights(
         result = unwrap(model).load_state_dict(loaded["model"], strict=False)
         left = [
             key
-            for key in (*result.missing_keys, *result.unexpected_keys)
+            for key in (*(key for key in result.missing_keys if key in wanted), *result.unexpected_keys)
             if not key.endswith("_extra_state") and not skip(key)
         ]
         if left:

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_lrl.adapters.adapt import AdapterSpec, Base, adapt, initial
+from megatron_lrl.adapters.peft import read_spec, tensors_of
+from megatron_lrl.adapters.table import chosen_modules
 from megatron_lrl.checkpoint.hf_import import load_checkpoint_weights, load_hf_weights
 from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
 from megatron_lrl.errors import UserError
@@ -21,6 +24,7 @@ from megatron_lrl.models.head import logits_rows
 from megatron_lrl.models.hf_config import Architecture, LastKVSpec, describe_rope, read_architecture
 from megatron_lrl.models.same_bits import check_same_bits, keep_same_bits, settle_same_bits
 from megatron_lrl.passes.lockstep import Lockstep, check_lockstep, spans_replicas
+from megatron_lrl.precision import DTYPES, accumulate_dtype
 from megatron_lrl.runtime import Runtime
 from megatron_lrl.settings import Config
 
@@ -76,6 +80,43 @@ def load_policy(config: Config, runtime: Runtime, arch: Architecture) -> PolicyM
     return model
 
 
+def adapter_spec(config: Config, arch: Architecture) -> AdapterSpec | None:
+    """What the settings' adapter is; None: every parameter is trained. Raises `UserError` as the readers do."""
+    settings = config.adapter
+    if settings.path is not None:
+        spec = read_spec(settings.path)
+    elif settings.on:
+        modules = chosen_modules(arch, settings.targets, settings.experts)
+        spec = AdapterSpec(settings.rank, settings.alpha, modules)
+    else:
+        return None
+    spec.weights(arch)
+    return spec
+
+
+def add_adapters(
+    model: PolicyModel, config: Config, arch: Architecture, runtime: Runtime, *, fill: bool = True
+) -> None:
+    """Freeze the model and put the settings' adapters beside its weights, if there are any; ``fill``: with values."""
+    spec = runtime.together(adapter_spec, config, arch)
+    if spec is None:
+        return
+    settings = config.adapter
+    wide = accumulate_dtype(DTYPES[config.model.dtype]) if settings.dtype == "float32" else None
+    adapters = adapt(model, arch, spec, runtime, wide)
+    if not fill:
+        return
+    if settings.path is None:
+        adapters.fill(initial(settings.init, config.train.seed))
+        return
+
+    def read(path: str) -> None:
+        with tensors_of(path) as given:
+            adapters.fill(given)
+
+    runtime.together(read, settings.path)
+
+
 @contextmanager
 def open_run(
     config: Config, runtime: Runtime, *, gradients: bool = False, optimizer: bool = False
@@ -95,19 +136,24 @@ def open_run(
     runtime.together(check_routing, config, arch)
     if runtime.is_main:
         print(describe_rope(arch), flush=True)
+        if (spec := adapter_spec(config, arch)) is not None:
+            print(f"adapter: {spec}, {len(spec.modules)} projections; the base is frozen", flush=True)
         if arch.lastkv is not None:
             print(f"attention: {describe_attention(arch)}", flush=True)
         rows = logits_rows(config, arch.vocab_size, runtime.layout.tp)
         print(f"logits: of {rows} response tokens at a time (replay.logits_chunk)", flush=True)
     libraries = process_bytes()
     model: Any = load_policy(config, runtime, arch)
+    add_adapters(model, config, arch, runtime)
     said = settle_same_bits(config, arch, runtime, model)
     if said and runtime.is_main:
         print(said, flush=True)
     run = Run(config, runtime, arch, model, version=1, ledger=Ledger(libraries=libraries))
     if spans_replicas(runtime.layout):
         run.lockstep = Lockstep(run)
-    if optimizer and config.loss.kl_coef > 0:
+    if config.loss.kl_coef > 0 and model.adapters is not None:
+        run.reference = Base(model)
+    elif optimizer and config.loss.kl_coef > 0:
         run.reference = load_policy(config, runtime, arch).requires_grad_(False)
         if not model.same_bits and run.reference.same_bits:
             keep_same_bits(run.reference, False)

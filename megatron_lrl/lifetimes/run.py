@@ -23,7 +23,6 @@ from megatron_lrl.layers.together import Together
 from megatron_lrl.lifetimes.identity import Identity, hash_tokens
 from megatron_lrl.lifetimes.ledger import Ledger, bytes_by_part
 from megatron_lrl.lifetimes.optim import gradient_buffers
-from megatron_lrl.models.build import PolicyModel
 from megatron_lrl.models.hf_config import Architecture
 from megatron_lrl.precision import Precision
 from megatron_lrl.runtime import Runtime, unwrap
@@ -85,7 +84,7 @@ class Run:
     optimizer: Any = None
     scheduler: Any = None
     version: int = 0  # bumped by every optimizer step and every load
-    reference: PolicyModel | None = None
+    reference: Any = None  # a second PolicyModel, or the policy's base seen through its adapters
     ledger: Ledger = field(default_factory=Ledger)
     pipeline_use: PipelineUse = field(default_factory=PipelineUse)  # since the last window opened
     lockstep: Agreement | None = None  # where experts are shared by several dp replicas
@@ -104,8 +103,8 @@ class Run:
         layout, core = self.runtime.layout, self.core(self.model)
         return Identity(
             model_version=self.version if version is None else version,
-            adapter_version=0,
-            model=self.arch.fingerprint(),
+            adapter_version=0 if core.adapters is None else self.version if version is None else version,
+            model=self.arch.fingerprint() + ("" if core.adapters is None else f", {core.adapters.spec}"),
             tokens=hash_tokens(prefix_ids),
             start=0,
             count=len(prefix_ids),
@@ -175,7 +174,10 @@ class Run:
             "parameters": list(self.core(self.model).parameters()),
             "gradients": [] if ddp is None else [buffer.grad_data for buffer in gradient_buffers(ddp)],
             "optimizer": [],
-            "reference": [] if self.reference is None else list(self.reference.parameters()),
+            # With adapters the reference is the policy's base.
+            "reference": []
+            if self.reference is None or self.reference.adapters is not None
+            else list(self.reference.parameters()),
         }
         if self.optimizer is not None:
             parts["optimizer"] += [t for _, state in self.optimizer.state.items() for t in _tensors(state)]

@@ -50,8 +50,10 @@ def transformer_config(
     layout: Layout,
     precision: Precision,
     sequence_parallel: bool | None = None,
+    transformer_engine: bool | None = None,
 ) -> TransformerConfig:
-    """Megatron-Core's configuration of this architecture in this layout."""
+    """Megatron-Core's configuration of this architecture in this layout; `transformer_engine`: whose modules."""
+    grouped = use_transformer_engine() if transformer_engine is None else transformer_engine
     check_layout(arch, layout)
     if arch.moe is not None and layout.tp > 1 and sequence_parallel is False:
         raise UserError(
@@ -94,7 +96,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **moe.settings(arch, layout, use_transformer_engine()),
+        **moe.settings(arch, layout, grouped),
         **{key: value for kind in kinds_of(arch) for key, value in kind.settings(arch).items()},
     )
 
@@ -154,10 +156,11 @@ class PolicyModel(GPTModel):
         post_process: bool,
         pg_collection: Any,
         device: torch.device,
+        transformer_engine: bool,
     ) -> None:
         # Transformer Engine has no float64.
         wide = config.params_dtype == torch.float64
-        transformer_engine = use_transformer_engine() and device.type == "cuda" and not wide
+        transformer_engine = transformer_engine and device.type == "cuda" and not wide
         spec = stage_spec(
             arch, config.pipeline_model_parallel_size, pg_collection.pp.rank(), transformer_engine
         )
@@ -175,6 +178,8 @@ class PolicyModel(GPTModel):
         self.arch = arch
         self.same_bits = False
         """Whether a token's forward must give the same bits in any company; see `layers.softmax.invariant`."""
+        self.adapters: Any = None
+        """What is trained where the weights are frozen: `adapters.adapt.Adapters`."""
         self.position_embedding_type = "rope"
         self.rotary_pos_emb = PositionRotaryEmbedding(arch.rope, config.params_dtype, device)
 
@@ -184,17 +189,20 @@ def build_model(
     runtime: Runtime,
     precision: Precision,
     sequence_parallel: bool | None = None,
+    plain: bool = False,
 ) -> PolicyModel:
     """This rank's stage of the model, uninitialised parameters on the runtime's device.
 
-    ``sequence_parallel``: None turns it on whenever tp > 1. Raises `UserError` if the layout does not fit the model.
+    ``sequence_parallel``: None turns it on whenever tp > 1. ``plain``: of Megatron-Core's own modules, also where
+    Transformer Engine is. Raises `UserError` if the layout does not fit the model.
     """
-    if arch.attention_output_bias and use_transformer_engine():
+    transformer_engine = use_transformer_engine() and not plain
+    if arch.attention_output_bias and transformer_engine:
         raise UserError(
             "attention_bias = true: a bias on the attention output projection is not supported with "
             "Transformer Engine"
         )
-    config = transformer_config(arch, runtime.layout, precision, sequence_parallel)
+    config = transformer_config(arch, runtime.layout, precision, sequence_parallel, transformer_engine)
     model = PolicyModel(
         arch,
         config,
@@ -202,6 +210,7 @@ def build_model(
         post_process=runtime.is_last_stage,
         pg_collection=runtime.groups,
         device=runtime.device,
+        transformer_engine=transformer_engine,
     )
     placed = all(tensor.device == runtime.device for tensor in (*model.parameters(), *model.buffers()))
     return (
@@ -210,8 +219,9 @@ def build_model(
 
 
 def configured_model(config: Config, arch: Architecture, runtime: Runtime) -> PolicyModel:
-    """`build_model` with a run's dtypes, sequence parallelism and `same_bits`."""
-    model = build_model(arch, runtime, Precision.of(config), config.parallel.sequence_parallel)
+    """`build_model` with a run's dtypes, sequence parallelism and `same_bits`; plain under adapters."""
+    sequence_parallel = config.parallel.sequence_parallel
+    model = build_model(arch, runtime, Precision.of(config), sequence_parallel, plain=config.adapter.on)
     if wants_same_bits(config, arch, runtime.layout, runtime.device):
         keep_same_bits(model, True)
     return model

@@ -150,7 +150,7 @@ class _PolicyLogprobs(torch.autograd.Function):
         vocab_size, temperature, tp_rank, chunk = ctx.settings
         first, wide = tp_rank * weight_vH.shape[0], lse_n.dtype
         dhidden_nH = torch.empty_like(hidden_nH)
-        dweight_vH = None
+        dweight_vH, trained = None, ctx.needs_input_grad[1]
         for start in range(0, hidden_nH.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden, target = hidden_nH[rows], target_n[rows]
@@ -162,14 +162,16 @@ class _PolicyLogprobs(torch.autograd.Function):
             dlogits.scatter_add_(-1, index, scale * mine.unsqueeze(-1))
             dlogits = dlogits.to(weight_vH.dtype)
             dhidden_nH[rows] = dlogits @ weight_vH
+            if not trained:
+                continue
             if dweight_vH is not None and dweight_vH.dtype == dlogits.dtype == wide:
                 dweight_vH.addmm_(dlogits.t(), hidden)  # no second [v, H]
             else:
                 part = dlogits.t() @ hidden
                 dweight_vH = part if dweight_vH is None else dweight_vH.to(wide).add_(part)
-        if dweight_vH is None:
-            dweight_vH = torch.zeros_like(weight_vH)
-        return dhidden_nH, dweight_vH.to(weight_vH.dtype), None, None, None, None, None
+        if trained:
+            dweight_vH = torch.zeros_like(weight_vH) if dweight_vH is None else dweight_vH.to(weight_vH.dtype)
+        return dhidden_nH, dweight_vH, None, None, None, None, None
 
 
 class Targets:

@@ -23,8 +23,9 @@ def refuse_adapters(directory: Path) -> None:
     for name in _ADAPTER_FILES:
         if (directory / name).exists():
             raise UserError(
-                f"{directory / name}: an adapter beside the weights is not supported; merge it into them (peft: "
-                "merge_and_unload), or take the file away if the base model alone is meant"
+                f"{directory / name}: an adapter beside the weights: which of the two is meant is not clear; move the "
+                "adapter's files to a directory of their own and name it as adapter.path, merge them (peft: "
+                "merge_and_unload), or take them away"
             )
 
 

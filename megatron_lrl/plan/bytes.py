@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lrl.adapters.adapt import Base
 from megatron_lrl.checkpoint.hf_export import gradient_file_bytes
 from megatron_lrl.checkpoint.optimizer_state import prime, saving_bytes
 from megatron_lrl.layers.advance import local_keys
@@ -22,6 +23,7 @@ from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.kind import Capture, Place
 from megatron_lrl.layers.kinds import kinds_of
 from megatron_lrl.lifetimes.ledger import Ledger, process_bytes
+from megatron_lrl.lifetimes.open import add_adapters
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.room import Room
@@ -101,12 +103,13 @@ def planned_run(config: Config, runtime: PlannedRuntime, arch: Architecture, opt
     """One rank's run as `open_run` makes it, inside a `rehearsal`. The optimizer's moments exist."""
     libraries = process_bytes()
     model: Any = configured_model(config, arch, runtime)
+    add_adapters(model, config, arch, runtime, fill=False)
     run = Run(config, runtime, arch, model, version=1, ledger=Ledger(libraries=libraries))
     shard = optimizer and runtime.groups.dp_cp.size() > 1
     run.model = wrap_ddp(model, runtime, shard)
     if optimizer:
         if config.loss.kl_coef > 0:
-            run.reference = configured_model(config, arch, runtime)
+            run.reference = configured_model(config, arch, runtime) if model.adapters is None else Base(model)
         run.optimizer, run.scheduler = build_optimizer(run.model, config, shard, gloo_groups=False)
         prime(run.optimizer)
     run.measure_run_bytes()
@@ -147,7 +150,7 @@ class Plan:
             saving=saving_bytes(self.run.model, self.run.runtime) if self.run.optimizer is not None else 0,
             libraries=self.run.ledger.libraries,
             gathering=self.run.ledger.parts["parameters"] if self._steps_shards else 0,
-            gradient_file=gradient_file_bytes(self.run.arch, self.run.precision.accumulation),
+            gradient_file=gradient_file_bytes(self.run.model, self.run.arch, self.run.precision.accumulation),
             decoding=0 if recorded else self.decoding(work),
         )
 

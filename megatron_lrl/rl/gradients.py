@@ -37,6 +37,9 @@ def _groups() -> tuple[tuple[str, str], ...]:
     )
 
 
+_ADAPTED = re.compile(r"\.adapter\.lora_[AB]$")  # an adapter's parameters count as the weight's beside them
+
+
 @dataclass(frozen=True)
 class GradientComparison:
     """How gradient a stands to gradient b over a set of parameters."""
@@ -96,7 +99,8 @@ def is_expert(parameter: Any) -> bool:
 
 def kind_of(name: str) -> str:
     """Which row of the report a parameter belongs to."""
-    return next((kind for kind, pattern in _groups() if re.search(pattern, name)), "norms")
+    weight = _ADAPTED.sub(".weight", name)
+    return next((kind for kind, pattern in _groups() if re.search(pattern, weight)), "norms")
 
 
 def _owned(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -106,6 +110,8 @@ def _owned(model: Any) -> Iterator[tuple[str, Tensor]]:
     """
     shards = _shards(model) if model.ddp_config.use_distributed_optimizer else None
     for name, parameter in unwrap(model).named_parameters():
+        if not parameter.requires_grad:
+            continue
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
             gradient = parameter.main_grad.flatten()
             yield name, gradient if shards is None else gradient[shards[parameter]]

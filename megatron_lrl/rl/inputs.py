@@ -68,14 +68,15 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         yield "rollout.trajectories", Path(config.rollout.trajectories)
     elif config.data.prompts is not None:
         yield "data.prompts", Path(config.data.prompts)
-    for key in ("hf", "checkpoint"):
-        value = getattr(config.model, key)
+    for key in ("model.hf", "model.checkpoint", "adapter.path"):
+        table, setting = key.split(".")
+        value = getattr(getattr(config, table), setting)
         if value is not None:
             folder = Path(value)
             for path in sorted(folder.rglob("*")):
                 name = path.relative_to(folder)
                 if path.is_file() and (path.suffix or path.name) in _READ and len(name.parts) <= 3:
-                    yield f"model.{key}: {name.as_posix()}", path
+                    yield f"{key}: {name.as_posix()}", path
 
 
 def _fingerprint(path: Path) -> str:

@@ -97,6 +97,7 @@ def _refuse_own_input(output: Path, config: Config) -> None:
     inputs = {
         "model.hf": config.model.hf,
         "model.checkpoint": config.model.checkpoint,
+        "adapter.path": config.adapter.path,
         "data.prompts": config.data.prompts,
         "rollout.trajectories": config.rollout.trajectories,
         "eval.prompts": config.eval.prompts,

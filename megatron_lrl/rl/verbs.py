@@ -122,8 +122,8 @@ def grad(config: Config, runtime: Runtime, trajectories: str, out: str) -> None:
     groups = runtime.together(recorded_groups, config, trajectories)
     plan = runtime.together(WindowPlan, groups, config, runtime.dp, runtime.dp_rank)
     with open_run(config, runtime, gradients=True) as run, UpdateWindow(run) as window:
-        # The reference is the model as loaded: the policy itself.
-        reference = run.core(run.model) if config.loss.kl_coef > 0 else None
+        # The reference is the model as loaded: the policy itself, or its base where there are adapters.
+        reference = (run.reference or run.core(run.model)) if config.loss.kl_coef > 0 else None
         sums = accumulate(window, plan, reference=reference, quiet=False)
         reduce_finite(window)
         told: dict[str, Any] = {"contract": config.prefix.contract}
