@@ -40,7 +40,7 @@ def rows(options: argparse.Namespace, layout: str) -> str:
     work = Work(
         options.prompt, config.rollout.max_new_tokens, config.rollout.group_size, config.replay.concurrent
     )
-    positions = arch.max_positions - work.response
+    positions = arch.positions - work.response
     worst: RankBytes | None = None
     for stage in stages_that_differ(chosen["pp"]):
         with open_plan_of_stage(config, arch, int(world), stage) as plan:

@@ -10,138 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lrl import __version__, arguments
+from megatron_lrl.cli_text import DESCRIPTION, EXAMPLES, TEXTS
 from megatron_lrl.config import describe_settings, load_config
 from megatron_lrl.errors import UserError
 from megatron_lrl.preflight import check_conversion, check_inputs
 from megatron_lrl.reading import check_path, printable
 from megatron_lrl.table import MOST_RANKS
-
-_DESCRIPTION = """\
-Reinforcement learning of large models on very long prompts, on Megatron-Core.
-
-A prompt is captured once into state that stays on the ranks that read it; each response is replayed
-against it.
-Every verb also runs on many ranks:  torchrun --nproc-per-node N -m megatron_lrl VERB ...
-"""
-_EXAMPLES = """\
-examples:
-  megatron-lrl import Qwen3-8B ckpt/qwen3-8b
-  torchrun --nproc-per-node 8 -m megatron_lrl train config.toml parallel.tp=2 parallel.cp=4
-  megatron-lrl export runs/name/checkpoints/update-000100 Qwen3-8B-rl
-  megatron-lrl train --settings          all keys of a config file
-  megatron-lrl train --help              what a verb does, its arguments, an example
-"""
-_SETTINGS = (
-    "CONFIG is TOML; a key=value after it replaces a setting of the file. All keys: megatron-lrl train "
-    "--settings. "
-    "Paths are relative to the working directory."
-)
-_TARGET = (
-    "The target must not exist; it appears only when it is complete. A checkpoint can be read in any "
-    "layout: the "
-    "sizes here only spread the work."
-)
-# verb -> (line in the list of verbs, what it does in paragraphs, usage and example after the program's name)
-_TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
-    "import": (
-        "convert a Hugging Face directory to a Megatron distributed checkpoint",
-        (
-            "Convert a Hugging Face directory (config.json, safetensors, tokenizer) to a Megatron distributed "
-            "checkpoint, which `train` and the other verbs read as model.checkpoint.",
-            "With --lastkv-chunk a model of full attention becomes a LastKV one: config.json gets the key "
-            "lastkv, each attention layer a gate per KV head (a hybrid's recurrent layers stay), and the keys and "
-            "values of the last one, which all read as history, become zero. It is not the original function any "
-            "more: uptrain it first.",
-            _TARGET,
-        ),
-        "import HF_DIR CKPT_DIR [--tp N] [--pp N]\n"
-        "       [--lastkv-chunk C [--no-lastkv-blend] [--lastkv-gate-init A]]",
-        "import Qwen3-8B ckpt/qwen3-8b",
-    ),
-    "export": (
-        "convert a checkpoint (of import or train) back to a Hugging Face directory",
-        (
-            "Convert a checkpoint of `import` or `train` to a Hugging Face directory, with the files of the "
-            "original. Weights that were not trained come out bit-equal.",
-            _TARGET,
-        ),
-        "export CKPT_DIR HF_DIR [--tp N] [--pp N]",
-        "export runs/name/checkpoints/update-000100 Qwen3-8B-rl",
-    ),
-    "train": (
-        "run updates; resumes from the output folder's newest checkpoint",
-        (
-            "Run GRPO updates: sample a group of responses for every prompt, reward them, replay them "
-            "against the "
-            "resident prompt, step. The folder train.output receives checkpoints, TensorBoard and "
-            "metrics.jsonl.",
-            "The same command again resumes from the newest checkpoint. SIGINT or SIGTERM saves one after the "
-            "current update and stops.",
-            _SETTINGS,
-        ),
-        "train CONFIG [key=value ...]",
-        "train config.toml train.updates=100 train.output=runs/name",
-    ),
-    "generate": (
-        "sample a group of responses for every prompt of a file",
-        (
-            "Sample rollout.group_size responses for every prompt of a JSONL file and write them as trajectories, "
-            "one group a line: ids, the sampler's log-probabilities, and rewards if the prompts have what "
-            "data.reward reads.",
-            _SETTINGS,
-        ),
-        "generate CONFIG --prompts P.jsonl --out T.jsonl [--overwrite] [key=value ...]",
-        "generate config.toml --prompts P.jsonl --out T.jsonl rollout.group_size=4",
-    ),
-    "score": (
-        "log-probabilities of recorded responses",
-        (
-            "Write log softmax(logits / rollout.temperature) of every recorded response token, one group a line: "
-            '{"id": ..., "logprobs": [[...], ...]}.',
-            _SETTINGS,
-        ),
-        "score CONFIG --trajectories T.jsonl --out S.jsonl [--overwrite] [key=value ...]",
-        "score config.toml --trajectories T.jsonl --out S.jsonl",
-    ),
-    "grad": (
-        "the gradient of one window of recorded responses; no step",
-        (
-            "Write the gradient of the loss over all recorded groups, as one window, under "
-            "prefix.contract: a "
-            "safetensors file with Hugging Face names and shapes. No parameter changes.",
-            _SETTINGS,
-        ),
-        "grad CONFIG --trajectories T.jsonl --out G.safetensors [--overwrite] [key=value ...]",
-        "grad config.toml --trajectories T.jsonl --out G.safetensors prefix.contract=exact",
-    ),
-    "check": (
-        "consistency report: rollout against replay, contracts against conventional",
-        (
-            "Sample with the configured model and compare: the sampler's log-probabilities with those of "
-            "replay, "
-            "and every contract's gradient with that of full sequences. Bars are six times what one ulp of "
-            "the weights does to this model. Exit status 1 if a comparison misses its bar.",
-            _SETTINGS,
-        ),
-        "check CONFIG [--out R.json [--overwrite]] [key=value ...]",
-        "check config.toml --out report.json",
-    ),
-    "plan": (
-        "bytes per rank by lifetime, what fits, break-even; before launch, without GPUs or weights",
-        (
-            "Plan a window before it is launched: bytes of every kind of rank by lifetime, the largest "
-            "prompt, "
-            "response and group that fit a budget, and from where on the contract costs less than "
-            "full sequences. Reads the model's config.json only; one process plans for any number of "
-            "ranks.",
-            _SETTINGS,
-        ),
-        "plan CONFIG [--world N] [--prompt P] [--response R] [--budget GIB] [--tflops T]\n"
-        "                         [--out R.json [--overwrite]] [key=value ...]",
-        "plan config.toml --world 64 --prompt 131072 --budget 139 parallel.tp=4 parallel.cp=8",
-    ),
-}
-
 
 _PATHS = {"source", "target", "config", "prompts", "trajectories", "out"}
 
@@ -160,7 +34,7 @@ def _speaks() -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="megatron-lrl", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw)
+    parser = _Parser(prog="megatron-lrl", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"megatron-lrl {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
     subparsers = {
@@ -173,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=raw,
             allow_abbrev=False,
         )
-        for name, (line, paragraphs, usage, example) in _TEXTS.items()
+        for name, (line, paragraphs, usage, example) in TEXTS.items()
     }
     for name, source, target in (("import", "HF_DIR", "CKPT_DIR"), ("export", "CKPT_DIR", "HF_DIR")):
         sub = subparsers.pop(name)
@@ -187,7 +61,13 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="N",
                 help=f"{what} parallel size (default 1)",
             )
-        if name == "import":
+        if name == "export":
+            sub.add_argument(
+                "--merge",
+                action="store_true",
+                help="of an adapter's checkpoint: a whole model, its base with it",
+            )
+        else:
             sub.add_argument(
                 "--lastkv-chunk",
                 type=arguments.size,
@@ -376,9 +256,16 @@ def _convert(options: argparse.Namespace, runtime: Any) -> int:
         lastkv = None if chunk is None else LastKVSpec(chunk, not options.no_lastkv_blend)
         import_checkpoint(options.source, options.target, runtime, lastkv, options.lastkv_gate_init)
     else:
+        from megatron_lrl.adapters.export import export_adapter, holds_adapter
         from megatron_lrl.checkpoint.hf_export import export_checkpoint
+        from megatron_lrl.rl.inputs import check_base
 
-        export_checkpoint(options.source, options.target, runtime)
+        if options.merge:
+            runtime.together(check_base, options.source)
+        if options.merge or runtime.together(holds_adapter, options.source):
+            export_adapter(options.source, options.target, runtime, options.merge)
+        else:
+            export_checkpoint(options.source, options.target, runtime)
     if runtime.is_main:
         print(f"wrote {options.target}", flush=True)
     return 0

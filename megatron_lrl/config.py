@@ -231,6 +231,7 @@ def _valid(setting: Any) -> str:
         bool: "true or false",
         str: "string",
         str | None: "string",
+        int | None: "integer",
         tuple[float, float]: "two numbers",
         tuple[str, ...]: "list of strings",
         dict[str, Any]: "table",

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_lrl.settings_adapter import AdapterTable
-from megatron_lrl.settings_data import DataTable, EvalTable
+from megatron_lrl.settings_data import DataTable, EvalTable, LmTable
 from megatron_lrl.table import LARGEST_BYTES, MOST_AT_ONCE, MOST_RANKS, Table
 from megatron_lrl.table import key as _key
 
@@ -38,6 +38,12 @@ class ModelTable(Table):
         "whether a token's forward gives the same bits in any company, so that the trainer's log-probability of a "
         "sampled token is the sampler's own number: \"on\" probes this machine's kernels at start and refuses where "
         'they depend on the rows beside, "auto" goes without there; needs softmax attention, and tp <= 2 for mixtures',
+    )
+    max_positions: int | None = _key(
+        None,
+        "tokens of a sequence that are allowed beyond the model's own positions; RoPE goes on as it is, which the "
+        "model was not trained for; unset = the model's own",
+        ge=1,
     )
     attention: Literal["full", "lastkv"] = _key(
         "full", "full causal attention, or LastKV: last-layer keys and values for all completed chunks"
@@ -327,35 +333,6 @@ class TrainTable(Table):
     on_nonfinite: Literal["stop", "skip"] = _key(
         "stop",
         "what a NaN or infinite loss or gradient does: stop the run, or skip the update's step; both say where",
-    )
-
-
-class LmTable(Table):
-    """Next-token training, read when train.objective = "lm"."""
-
-    data: str | None = _key(
-        None,
-        "documents: a .txt file (one document), a .jsonl file (one a line), or the prefix of a Megatron indexed "
-        "dataset (PREFIX.bin and PREFIX.idx, token ids of this model)",
-        min_length=1,
-    )
-    text_key: str = _key(
-        "text", 'key of a document\'s text in a .jsonl line; token ids stand under "ids"', min_length=1
-    )
-    sequence_length: int = _key(
-        2048,
-        "tokens of a packed sequence; a document that does not fit is cut, and each part starts at position 0",
-        ge=2,
-    )
-    sequences_per_update: int = _key(8, "packed sequences per update over all dp ranks", ge=1)
-    held_out: str | None = _key(
-        None,
-        "documents that are never trained on, of the same kinds as lm.data: their mean loss before the first update, "
-        "every lm.eval_every updates and after the last",
-        min_length=1,
-    )
-    eval_every: int = _key(
-        10, "updates between evaluations of lm.held_out; 0 = before the first and after the last only", ge=0
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of prompts, rewards and held-out prompts: the tables [data] and [eval]."""
+"""Settings of what is read: the tables [data], [eval] and [lm]."""
 
 from __future__ import annotations
 
@@ -68,3 +68,32 @@ class EvalTable(Table):
         le=MOST_AT_ONCE,
     )
     temperature: float = key(1.0, "of evaluation's sampling; near 0 it takes the likeliest token", gt=0)
+
+
+class LmTable(Table):
+    """Next-token training, read when train.objective = "lm"."""
+
+    data: str | None = key(
+        None,
+        "documents: a .txt file (one document), a .jsonl file (one a line), or the prefix of a Megatron indexed "
+        "dataset (PREFIX.bin and PREFIX.idx, token ids of this model)",
+        min_length=1,
+    )
+    text_key: str = key(
+        "text", 'key of a document\'s text in a .jsonl line; token ids stand under "ids"', min_length=1
+    )
+    sequence_length: int = key(
+        2048,
+        "tokens of a packed sequence; a document that does not fit is cut, and each part starts at position 0",
+        ge=2,
+    )
+    sequences_per_update: int = key(8, "packed sequences per update over all dp ranks", ge=1)
+    held_out: str | None = key(
+        None,
+        "documents that are never trained on, of the same kinds as lm.data: their mean loss before the first update, "
+        "every lm.eval_every updates and after the last",
+        min_length=1,
+    )
+    eval_every: int = key(
+        10, "updates between evaluations of lm.held_out; 0 = before the first and after the last only", ge=0
+    )

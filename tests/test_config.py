@@ -39,6 +39,7 @@ def test_every_documented_key_is_read(write_config) -> None:
             residual_dtype = "float32"
             attention = "lastkv"
             same_bits = "auto"
+            max_positions = 4096
             [prefix]
             contract = "truncated"
             chunk_size = 7
@@ -128,6 +129,7 @@ def test_every_documented_key_is_read(write_config) -> None:
         "dtype": "bfloat16",
         "residual_dtype": "float32",
         "same_bits": "auto",
+        "max_positions": 4096,
         "attention": "lastkv",
     }
     assert config.lastkv.model_dump() == {"chunk_size": 64, "blend": False, "gate_init": 0.25}
@@ -212,6 +214,33 @@ def test_every_documented_key_is_read(write_config) -> None:
         "chat_template_args": {"enable_thinking": False},
     }
     assert config.eval.model_dump() == {"prompts": "e.jsonl", "every": 3, "samples": 16, "temperature": 0.5}
+
+
+def test_the_keys_of_an_adapter_are_read(write_config) -> None:
+    config = load_config(
+        write_config(
+            """
+            model = { hf = "DIR" }
+            [adapter]
+            rank = 8
+            alpha = 16
+            targets = ["q_proj", "v_proj"]
+            experts = true
+            init = "gaussian"
+            dtype = "model"
+            """
+        )
+    )
+    assert config.adapter.model_dump() == {
+        "rank": 8,
+        "alpha": 16.0,
+        "targets": ("q_proj", "v_proj"),
+        "experts": True,
+        "init": "gaussian",
+        "dtype": "model",
+        "path": None,
+    }
+    assert config.adapter.on and not load_config(write_config('[model]\nhf = "DIR"\n')).adapter.on
 
 
 def test_defaults_are_those_of_the_design(write_config) -> None:

@@ -21,6 +21,7 @@ LONGEST = 400
 
 LEAVES = {
     "settings_adapter",
+    "cli_text",
     "errors",
     "reading",
     "settings",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
 from megatron_lrl.adapters.low_rank import LowRank, attach
-from megatron_lrl.adapters.table import Adapted, adapted_weights
+from megatron_lrl.adapters.table import Adapted, adaptable, adapted_weights
 from megatron_lrl.checkpoint.binding import Binding, bind
 from megatron_lrl.checkpoint.hf_import import ep_place
 from megatron_lrl.checkpoint.table import Entry
@@ -29,6 +30,8 @@ from megatron_lrl.errors import UserError
 from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.conversion import Sliceable
 from megatron_lrl.runtime import Runtime, unwrap
+
+_LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 Given = Callable[[str, torch.Size], Sliceable]
 """Name and shape of an adapter's tensor -> the tensor, whole."""
@@ -60,6 +63,12 @@ class AdapterSpec:
                 f"{strangers[0]}"
             )
         return found
+
+    def like(self, arch: Architecture) -> AdapterSpec:
+        """The same adapter of a model with other layers of the same kinds: whatever the number of a layer."""
+        names = {_LAYER.sub("", name) for name in self.modules}
+        found = {name for _, name in adaptable(arch) if _LAYER.sub("", name) in names}
+        return replace(self, modules=frozenset(found))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; inverse of `from_dict`."""

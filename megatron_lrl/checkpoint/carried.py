@@ -44,7 +44,7 @@ def carry_tensors(source: Path, target: Path, layout: FileLayout, arch: Architec
 
 @contextmanager
 def stored_tensors(folder: Path, layout: FileLayout, arch: Architecture) -> Iterator[Iterator[Stored]]:
-    """The carried tensors of a checkpoint's `hf/` folder, as stored.
+    """The carried tensors of a checkpoint's `hf/` folder, or of a model directory, as stored.
 
     Raises:
         UserError: the file is missing or damaged, or lacks a tensor of the layout.
@@ -54,8 +54,9 @@ def stored_tensors(folder: Path, layout: FileLayout, arch: Architecture) -> Iter
         yield iter(())
         return
     wanted = {record.name: record for record in layout.tensors}
-    path = _file(folder)
-    with SafetensorsReader(folder, CARRIED_FILE) as reader:
+    whole = any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE))
+    path = folder if whole else _file(folder)
+    with SafetensorsReader(folder, None if whole else CARRIED_FILE) as reader:
         for name in names:
             found = reader.record(name) if name in reader else None
             if found is None or (found.dtype, found.shape) != (wanted[name].dtype, wanted[name].shape):

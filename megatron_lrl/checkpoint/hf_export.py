@@ -7,6 +7,7 @@ them. The first replica takes part in every gather, the others of the first `ep`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from megatron_lrl.checkpoint import publish
 from megatron_lrl.checkpoint.binding import bind, expert_owner
 from megatron_lrl.checkpoint.carried import stored_tensors
 from megatron_lrl.checkpoint.hf_import import ep_place
-from megatron_lrl.checkpoint.manifest import HF_FOLDER, read_checkpoint_architecture
+from megatron_lrl.checkpoint.manifest import (
+    HF_FOLDER,
+    Manifest,
+    read_checkpoint_architecture,
+    require_weights,
+)
 from megatron_lrl.checkpoint.safetensors_io import FileLayout
 from megatron_lrl.checkpoint.safetensors_writer import TensorPart, write_directory, write_file
 from megatron_lrl.checkpoint.streaming import StreamedWeights, build_meta_model
@@ -134,43 +140,63 @@ def export_checkpoint(ckpt_dir: str | Path, hf_dir: str | Path, runtime: Runtime
     """
     ckpt_dir, hf_dir = Path(ckpt_dir), Path(hf_dir)
     arch, manifest = runtime.together(read_checkpoint_architecture, ckpt_dir)
+    runtime.together(require_weights, manifest, ckpt_dir)
     runtime.together(check_layout, arch, runtime.layout)
     runtime.together(lambda: publish.prepare(hf_dir, ckpt_dir) if runtime.is_main else None)
     try:
         if runtime.is_main:
             print(describe_rope(arch), flush=True)
-        model = runtime.together(build_meta_model, arch, runtime, DTYPES[manifest.dtype])
-        weights = runtime.together(StreamedWeights, model, ckpt_dir)
-        _write(model, arch, manifest.layout, ckpt_dir / HF_FOLDER, hf_dir, runtime, weights.read)
+        with checkpoint_parts(ckpt_dir, arch, manifest, runtime) as parts:
+            write_model(arch, manifest.layout, ckpt_dir / HF_FOLDER, hf_dir, runtime, parts)
     finally:
         if runtime.is_main:
             publish.discard(hf_dir)
     return arch
 
 
-def _write(
-    model: torch.nn.Module,
-    arch: Architecture,
-    layout: FileLayout,
-    carried_from: Path,
-    hf_dir: Path,
-    runtime: Runtime,
-    get: Get,
-) -> None:
-    """Gather into the working directory that `publish.prepare` made, and publish it; collective."""
-    packed = holds_packed_experts((record.name for record in layout.tensors), arch)
+@contextmanager
+def checkpoint_parts(
+    ckpt_dir: Path, arch: Architecture, manifest: Manifest, runtime: Runtime
+) -> Iterator[Iterator[TensorPart]]:
+    """A checkpoint's tensors under Hugging Face names, on rank 0, for `write_model`; collective.
+
+    On the way out raises, on all ranks, what one could not read.
+    """
+    packed = holds_packed_experts((record.name for record in manifest.layout.tensors), arch)
+    model = runtime.together(build_meta_model, arch, runtime, DTYPES[manifest.dtype])
+    weights = runtime.together(StreamedWeights, model, ckpt_dir)
     failure: list[Exception] = []
 
     def careful(parameter: torch.Tensor) -> torch.Tensor:
         """A rank that cannot read goes on in lockstep: the others are waiting for what it sends."""
         if not failure:
             try:
-                return get(parameter).to(runtime.device)
+                return weights.read(parameter).to(runtime.device)
             except Exception as error:
                 failure.append(error)
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=runtime.device)
 
-    tensors = gather_hf_parts(model, arch, runtime, careful, packed, fresh=True)
+    def parts() -> Iterator[TensorPart]:
+        yield from gather_hf_parts(model, arch, runtime, careful, packed, fresh=True)
+        if failure:
+            raise failure[0]
+
+    yield parts()
+
+
+def write_model(
+    arch: Architecture,
+    layout: FileLayout,
+    carried_from: Path,
+    hf_dir: Path,
+    runtime: Runtime,
+    parts: Iterator[TensorPart],
+) -> None:
+    """Write a model's directory in the working directory that `publish.prepare` made, and publish it; collective.
+
+    ``carried_from``: a checkpoint's `hf/` or a model directory, with the files and tensors that travel along.
+    ``parts``: taken to its end on every rank.
+    """
     partial = publish.incomplete_path(hf_dir)
 
     def write() -> None:
@@ -183,17 +209,15 @@ def _write(
                     return part
 
                 # Not `tqdm(tensors)`, which would hold a tensor until the next one is there.
-                given: Iterator[Any] = map(counted, tensors)
+                given: Iterator[Any] = map(counted, parts)
                 if arch.tied and any(record.name == HF_HEAD for record in layout.tensors):
                     given = _with_tied_head(given, embedding_name(arch))
                 with writing(partial), stored_tensors(carried_from, layout, arch) as carried:
                     write_directory(partial, layout, chain(carried, _finite(given, carried_from.parent)))
                     publish.carry_files(carried_from, partial)
         finally:
-            for _ in tensors:  # every rank takes part to the end, whatever happened to the files
+            for _ in parts:  # every rank takes part to the end, whatever happened to the files
                 pass
-        if failure:
-            raise failure[0]
 
     runtime.together(write)
     runtime.together(lambda: publish.publish(hf_dir) if runtime.is_main else None)

@@ -111,7 +111,7 @@ def _prompts(config: Config) -> list[Prompt]:
     if config.data.prompts is not None:
         return load_prompts(config, arch, Text(hf_folder(config)), config.data.prompts)[:GROUPS]
     draw = random.Random(config.train.seed)
-    longest = arch.max_positions - config.rollout.max_new_tokens
+    longest = arch.positions - config.rollout.max_new_tokens
     lengths = SYNTHETIC_PROMPTS if arch.lastkv is None else boundary_prompts(arch.lastkv.chunk_size)
     return [
         Prompt(f"random{i}", tuple(draw.randrange(arch.vocab_size) for _ in range(max(1, min(n, longest)))))

@@ -68,6 +68,16 @@ ATTENTION = "attention"
 """Softmax attention in `Architecture.mixers`; other kinds of token mixer are named in their rooms."""
 
 
+_APART = (
+    "raw",
+    "stretched",
+    "rope",
+    "lastkv",
+    "moe",
+    "sizes",
+)  # of `to_dict`: left out, or plain in their own way
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A decoder, as its config.json defines it.
@@ -86,6 +96,7 @@ class Architecture:
         hf_prefix: what the names of the decoder's tensors start with ("model." or "model.language_model.").
         carried: regular expressions (full match) of tensors that are stored and exported but are no part of the model
             (vision tower, multi-token-prediction layers).
+        stretched: positions that a run allows beyond `max_positions`; like `raw` no part of what the model is.
     """
 
     family: str
@@ -115,6 +126,7 @@ class Architecture:
     fused_gate_up: bool = False
     hf_prefix: str = "model."
     carried: tuple[str, ...] = ()
+    stretched: int | None = field(default=None, compare=False)
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +134,11 @@ class Architecture:
             object.__setattr__(self, "mixers", (ATTENTION,) * self.num_layers)
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (False,) * self.num_layers)
+
+    @property
+    def positions(self) -> int:
+        """The most tokens of a sequence: the model's own, or what a run allows."""
+        return self.stretched or self.max_positions
 
     @property
     def hybrid(self) -> bool:
@@ -144,8 +161,8 @@ class Architecture:
         return -(-self.vocab_size // tp) * tp
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values of every field that defines the computation or a tensor's shape (all but `raw`)."""
-        plain = {k: v for k, v in vars(self).items() if k not in ("raw", "rope", "lastkv", "moe", "sizes")}
+        """Plain values of every field that defines the computation or a tensor's shape."""
+        plain = {k: v for k, v in vars(self).items() if k not in _APART}
         plain |= {k: list(v) for k, v in plain.items() if isinstance(v, tuple)}  # as JSON gives them back
         specs = {"lastkv": self.lastkv, "moe": self.moe, **self.sizes}
         parts = {name: asdict(spec) for name, spec in specs.items() if spec is not None}

@@ -13,12 +13,15 @@ class IdentityMismatch(RuntimeError):
     """A resident prefix was asked to serve another model, prompt or layout than the one it was captured for."""
 
 
+_VERSIONS = ("model_version", "adapter_version")
+
+
 @dataclass(frozen=True)
 class Identity:
     """Everything that determines the bytes of a resident prefix."""
 
     model_version: int  # bumped by every optimizer step and every load
-    adapter_version: int
+    adapter_version: int  # moves with the model's where adapters are trained, else 0
     model: str  # fingerprint of the architecture
     tokens: str  # hash over the prefix's token ids, never over text
     start: int  # absolute position of the first token
@@ -33,14 +36,14 @@ class Identity:
     def require(self, expected: Identity) -> None:
         """Raise `IdentityMismatch` naming each field that differs from ``expected``.
 
-        The model version may be ahead by ``max_staleness``, if both agree on that bound.
+        The versions may be ahead by ``max_staleness``, if both agree on that bound.
         """
-        ahead = expected.model_version - self.model_version
+        ahead = {name: getattr(expected, name) - getattr(self, name) for name in _VERSIONS}
         differing = [
             f"{field.name}: resident {getattr(self, field.name)!r}, needed {getattr(expected, field.name)!r}"
             for field in fields(self)
             if getattr(self, field.name) != getattr(expected, field.name)
-            and not (field.name == "model_version" and 0 <= ahead <= self.max_staleness)
+            and not 0 <= ahead.get(field.name, -1) <= self.max_staleness
         ]
         if differing:
             raise IdentityMismatch("resident prefix does not match: " + "; ".join(differing))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_lrl.adapters.adapt import AdapterSpec, Base, adapt, initial
 from megatron_lrl.adapters.peft import read_spec, tensors_of
@@ -46,7 +49,13 @@ def read_model_architecture(config: Config) -> Architecture:
         _check_lastkv(config, arch.lastkv, folder / "config.json")
     elif config.model.attention == "lastkv":
         arch = arch.with_lastkv(LastKVSpec(config.lastkv.chunk_size, config.lastkv.blend))
-    return arch
+    if (positions := config.model.max_positions) is None:
+        return arch
+    if positions <= arch.max_positions:
+        raise UserError(
+            f"model.max_positions = {positions}: the model has {arch.max_positions} of its own; valid: more, or unset"
+        )
+    return replace(arch, stretched=positions)
 
 
 def _check_lastkv(config: Config, lastkv: LastKVSpec, file: Path) -> None:
@@ -94,6 +103,11 @@ def adapter_spec(config: Config, arch: Architecture) -> AdapterSpec | None:
     return spec
 
 
+def adapter_dtype(config: Config) -> torch.dtype | None:
+    """Of A and B; None: that of the weights."""
+    return accumulate_dtype(DTYPES[config.model.dtype]) if config.adapter.dtype == "float32" else None
+
+
 def add_adapters(
     model: PolicyModel, config: Config, arch: Architecture, runtime: Runtime, *, fill: bool = True
 ) -> None:
@@ -102,8 +116,7 @@ def add_adapters(
     if spec is None:
         return
     settings = config.adapter
-    wide = accumulate_dtype(DTYPES[config.model.dtype]) if settings.dtype == "float32" else None
-    adapters = adapt(model, arch, spec, runtime, wide)
+    adapters = adapt(model, arch, spec, runtime, adapter_dtype(config))
     if not fill:
         return
     if settings.path is None:

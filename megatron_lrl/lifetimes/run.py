@@ -109,7 +109,7 @@ class Run:
             start=0,
             count=len(prefix_ids),
             attention=describe_attention(self.arch),
-            rope=str(self.arch.rope.to_dict()),
+            rope=f"{self.arch.rope.to_dict()}, positions {self.arch.positions}",
             precision=f"{self.precision}{', same bits' if core.same_bits else ''}",
             routing=routing_policy(self.arch, self.config),
             layout=f"tp{layout.tp} cp{layout.cp} pp{layout.pp} ep{layout.ep} sp{int(core.config.sequence_parallel)}",

@@ -168,7 +168,7 @@ class PolicyModel(GPTModel):
             config=config,
             transformer_layer_spec=spec,
             vocab_size=arch.padded_vocab_size(config.tensor_model_parallel_size),
-            max_sequence_length=arch.max_positions,
+            max_sequence_length=arch.positions,
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=arch.tied,

@@ -173,13 +173,16 @@ def describe_rope(arch: Architecture) -> str:
     fields = "".join(f", {name}={value}" for name, value in sorted(rope.parameters.items()))
     partial = "" if rope.rotary_dim == rope.head_dim else f" of which {rope.rotary_dim} rotate"
     pairs = ", neighbours paired" if rope.interleaved else ""
+    stretched = (
+        "" if arch.stretched is None else f" (this run: {arch.stretched}, beyond what it was trained for)"
+    )
     unread = "".join(
         f"; {name}={value} has no effect in transformers, and none here"
         for name, value in unread_fields(arch.raw.get("text_config") or arch.raw).items()
     )
     return (
         f"RoPE {rope.kind}: theta={rope.theta:g}{fields}, head_dim={rope.head_dim}{partial}{pairs}, "
-        f"positions={rope.max_positions}, cos/sin factor={factor:.6g}, "
+        f"positions={rope.max_positions}{stretched}, cos/sin factor={factor:.6g}, "
         f"frequencies {float(inv_freq[0]):.6g} .. {float(inv_freq[-1]):.6g}{unread}"
     )
 

@@ -33,9 +33,11 @@ _OPERATIONS = 2e10
 """Floating point operations that the probe of one product may take: it bounds the rows of the largest batch."""
 
 
-def obstacles(arch: Architecture, layout: Layout, device: torch.device) -> list[str]:
+def obstacles(config: Config, arch: Architecture, layout: Layout, device: torch.device) -> list[str]:
     """What of the model or the layout stands against the same bits, whatever the machine's kernels do."""
     found = []
+    if layout.tp > 2 and config.adapter.on:
+        found.append(f"[adapter] with parallel.tp = {layout.tp} (valid: 1, 2): its sums have no fixed order")
     if layout.tp > 2 and arch.moe is not None:
         found.append(f"experts with parallel.tp = {layout.tp} (valid: 1, 2): their sums have no fixed order")
     if strangers := sorted(set(arch.mixers) - {ATTENTION}):
@@ -47,12 +49,12 @@ def obstacles(arch: Architecture, layout: Layout, device: torch.device) -> list[
 
 def wants_same_bits(config: Config, arch: Architecture, layout: Layout, device: torch.device) -> bool:
     """Whether the model is built to keep the bits; `settle_same_bits` then asks the machine."""
-    return config.model.same_bits != "off" and not obstacles(arch, layout, device)
+    return config.model.same_bits != "off" and not obstacles(config, arch, layout, device)
 
 
 def check_same_bits(config: Config, arch: Architecture, runtime: Runtime) -> None:
     """Raise `UserError` where ``model.same_bits = "on"`` cannot be kept, with what would be valid."""
-    if config.model.same_bits == "on" and (found := obstacles(arch, runtime.layout, runtime.device)):
+    if config.model.same_bits == "on" and (found := obstacles(config, arch, runtime.layout, runtime.device)):
         raise UserError(
             f'model.same_bits = "on" is not possible with {"; ".join(found)}; set model.same_bits = "off"'
         )
@@ -67,7 +69,7 @@ def settle_same_bits(config: Config, arch: Architecture, runtime: Runtime, model
     if config.model.same_bits == "off":
         return ""
     if not model.same_bits:
-        return f"same bits: off: {'; '.join(obstacles(arch, runtime.layout, runtime.device))}"
+        return f"same bits: off: {'; '.join(obstacles(config, arch, runtime.layout, runtime.device))}"
     rows = max(_ROWS[-1], config.prefix.chunk_size)
     failed = next((name for name in runtime.gather_objects(failing_operation(model, rows)) if name), None)
     if failed is None:
@@ -129,7 +131,9 @@ def _operations(
     def maker(width: int, like: Tensor, count: int) -> Callable[[torch.Generator], Tensor]:
         return lambda generator: torch.randn(count, width, generator=generator).to(like)
 
-    weights = {(tuple(p.shape), p.dtype): p for p in model.parameters() if p.dim() == 2}
+    # An adapter's B is multiplied as `LowRank.expanded` lays it out.
+    expanded = [m.expanded() for m in (() if model.adapters is None else model.adapters.modules)]
+    weights = {(tuple(p.shape), p.dtype): p for p in (*model.parameters(), *expanded) if p.dim() == 2}
     for ((n, k), dtype), weight_nk in weights.items():
         count = with_whole_rows(max(_ROWS[-1], min(rows, int(_OPERATIONS / (2 * n * k)))))
         name = f"the product [M, {k}] x [{k}, {n}] in {str(dtype).removeprefix('torch.')}"

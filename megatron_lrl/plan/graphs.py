@@ -20,8 +20,10 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_lrl.adapters.adapt import adapt
 from megatron_lrl.lifetimes.contributions import BranchKey
 from megatron_lrl.lifetimes.ledger import Ledger
+from megatron_lrl.lifetimes.open import adapter_dtype
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.replay import Replay
 from megatron_lrl.lifetimes.run import Run
@@ -186,6 +188,8 @@ class Graphs:
                 moe_layers=tuple(kind.sparse for kind in kinds) * pp,
             )
             model = configured_model(run.config, arch, run.runtime)
+            if (adapters := run.core(run.model).adapters) is not None:
+                adapt(model, arch, adapters.spec.like(arch), run.runtime, adapter_dtype(run.config))
             self._runs[kinds] = Run(run.config, run.runtime, arch, model, version=1)
         return self._runs[kinds]
 

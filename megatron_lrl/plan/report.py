@@ -99,12 +99,12 @@ def plan(
 
 def _work(config: Config, arch: Architecture, prompt: int | None, response: int | None) -> Work:
     response = config.rollout.max_new_tokens if response is None else response
-    longest = arch.max_positions - response
+    longest = arch.positions - response
     if prompt is None:
         prompt = min(DEFAULT_PROMPT, longest)
     if prompt < 1 or response < 1 or prompt > longest:
         raise UserError(
-            f"--prompt {prompt} and --response {response} together exceed the model's {arch.max_positions} positions; "
+            f"--prompt {prompt} and --response {response} together exceed the model's {arch.positions} positions; "
             f"valid: a prompt of 1 to {max(0, longest)} tokens"
         )
     return Work(prompt, response, config.rollout.group_size, config.replay.concurrent)
@@ -127,7 +127,7 @@ def _plan_stage(config: Config, arch: Architecture, request: Request, stage: int
 
 def _limits(plan: Plan, work: Work, budget: int) -> dict[str, int]:
     """Largest P, R, G, K, each with the others as they are."""
-    positions = plan.run.arch.max_positions
+    positions = plan.run.arch.positions
 
     def total(**changes: int) -> int:
         return plan.bytes_of(replace(work, **changes)).total
@@ -198,8 +198,8 @@ def _text(config: Config, arch: Architecture, request: Request, stages: Sequence
         ]
         # What bounds a size besides memory: positions of the model, nothing, the group.
         ends = {
-            "P": (arch.max_positions - work.response, " (all positions)"),
-            "R": (arch.max_positions - work.prompt, " (all positions)"),
+            "P": (arch.positions - work.response, " (all positions)"),
+            "R": (arch.positions - work.prompt, " (all positions)"),
             "G": (NO_LIMIT, " or more"),
             "K": (work.group, " (the whole group)"),
         }

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_lrl.checkpoint.manifest import read_manifest
+from megatron_lrl.checkpoint.training import read_progress
 from megatron_lrl.errors import UserError
 from megatron_lrl.reading import opened
 from megatron_lrl.settings import Config
@@ -55,6 +57,23 @@ def check_inputs(recorded: Any, now: Mapping[str, str], config: Config, place: s
     return differing
 
 
+def check_base(ckpt_dir: str | Path) -> None:
+    """Raise `UserError` if the model that an adapter's checkpoint was trained on is gone or has other content now."""
+    progress = read_progress(ckpt_dir)
+    recorded = {k: v for k, v in dict(progress.get("inputs") or {}).items() if k.startswith("model.")}
+    adapter = read_manifest(ckpt_dir).adapter
+    if adapter is None or not recorded:
+        return
+    base = Path(str(adapter.get("base")))
+    if not base.is_dir():
+        raise UserError(f"{ckpt_dir}: its base {base} is not there")
+    key = next(iter(recorded)).partition(":")[0]
+    if differing := changed(recorded, {name: _fingerprint(path) for name, path in _model_files(key, base)}):
+        raise UserError(
+            f"{ckpt_dir}: its base {base} has other content than the run began with: {', '.join(differing[:4])}"
+        )
+
+
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
     if config.train.objective == "lm":
         assert config.lm.data is not None
@@ -72,11 +91,14 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
         table, setting = key.split(".")
         value = getattr(getattr(config, table), setting)
         if value is not None:
-            folder = Path(value)
-            for path in sorted(folder.rglob("*")):
-                name = path.relative_to(folder)
-                if path.is_file() and (path.suffix or path.name) in _READ and len(name.parts) <= 3:
-                    yield f"{key}: {name.as_posix()}", path
+            yield from _model_files(key, Path(value))
+
+
+def _model_files(key: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_file() and (path.suffix or path.name) in _READ and len(name.parts) <= 3:
+            yield f"{key}: {name.as_posix()}", path
 
 
 def _fingerprint(path: Path) -> str:

@@ -30,7 +30,7 @@ def limits(arch: Architecture) -> Limits:
     shape = None
     if arch.moe is not None:
         shape = RoutingShape(expert_layers(arch), arch.moe.num_experts, arch.moe.top_k)
-    return Limits(arch.vocab_size, arch.max_positions, shape)
+    return Limits(arch.vocab_size, arch.positions, shape)
 
 
 def load_prompts(config: Config, arch: Architecture, text: Text, path: str | Path) -> list[Prompt]:
@@ -72,7 +72,7 @@ def read_material(config: Config) -> Documents | Groups:
     carried_files(hf_folder(config))  # what its checkpoints will carry, seen before the first update
     text = Text(hf_folder(config))
     if config.train.objective == "lm":
-        read = partial(load_corpus, config.lm, text.tokenizer, arch.vocab_size, arch.max_positions)
+        read = partial(load_corpus, config.lm, text.tokenizer, arch.vocab_size, arch.positions)
         held_out = None
         if config.lm.held_out is not None:
             held_out = read(config.train.seed, shuffle=False, key="held_out")

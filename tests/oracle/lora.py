@@ -68,16 +68,20 @@ def pairs_of(adapter: Path) -> tuple[float, dict[str, tuple[torch.Tensor, torch.
     }
 
 
-def merged(hf_dir: Path, adapter: Path, out: Path) -> Path:
-    """The directory of the model with W + s B A in W's place, added in float64."""
+def merged(hf_dir: Path, adapter: Path, out: Path, widen: bool = False) -> Path:
+    """The directory of the model with W + s B A in W's place, added in float64; ``widen``: and stored so."""
     scale, pairs = pairs_of(adapter)
     weights = weights_of(hf_dir)
+    if widen:
+        weights = {name: weight.double() for name, weight in weights.items()}
     for module, (a, b) in pairs.items():
         weight = weights[f"{module}.weight"]
         weights[f"{module}.weight"] = (weight.double() + scale * b.double() @ a.double()).to(weight.dtype)
     shutil.copytree(hf_dir, out, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
     packed = any(".experts.gate_up_proj" in n for f in hf_dir.glob("*.safetensors") for n in load_file(f))
-    save_file(pack_experts(weights) if packed else weights, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        pack_experts(weights) if packed else weights, out / "model.safetensors", metadata={"format": "pt"}
+    )
     return out
 
 
