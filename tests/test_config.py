@@ -216,33 +216,6 @@ def test_every_documented_key_is_read(write_config) -> None:
     assert config.eval.model_dump() == {"prompts": "e.jsonl", "every": 3, "samples": 16, "temperature": 0.5}
 
 
-def test_the_keys_of_an_adapter_are_read(write_config) -> None:
-    config = load_config(
-        write_config(
-            """
-            model = { hf = "DIR" }
-            [adapter]
-            rank = 8
-            alpha = 16
-            targets = ["q_proj", "v_proj"]
-            experts = true
-            init = "gaussian"
-            dtype = "model"
-            """
-        )
-    )
-    assert config.adapter.model_dump() == {
-        "rank": 8,
-        "alpha": 16.0,
-        "targets": ("q_proj", "v_proj"),
-        "experts": True,
-        "init": "gaussian",
-        "dtype": "model",
-        "path": None,
-    }
-    assert config.adapter.on and not load_config(write_config('[model]\nhf = "DIR"\n')).adapter.on
-
-
 def test_defaults_are_those_of_the_design(write_config) -> None:
     config = load_config(write_config('[model]\nhf = "DIR"\n'))
     assert (config.model.dtype, config.model.attention) == ("float32", "full")

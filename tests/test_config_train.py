@@ -55,3 +55,30 @@ def test_a_resumed_run_may_change_its_layout_but_not_its_objective(write_config)
     assert differing_settings(saved, load_config(path, changed)) == [
         "loss.kl_coef", "model.hf", "optimizer.betas", "prefix.contract", "replay.use_recorded_routing",
     ]  # fmt: skip
+
+
+def test_the_keys_of_an_adapter_are_read(write_config) -> None:
+    config = load_config(
+        write_config(
+            """
+            model = { hf = "DIR" }
+            [adapter]
+            rank = 8
+            alpha = 16
+            targets = ["q_proj", "v_proj"]
+            experts = true
+            init = "gaussian"
+            dtype = "model"
+            """
+        )
+    )
+    assert config.adapter.model_dump() == {
+        "rank": 8,
+        "alpha": 16.0,
+        "targets": ("q_proj", "v_proj"),
+        "experts": True,
+        "init": "gaussian",
+        "dtype": "model",
+        "path": None,
+    }
+    assert config.adapter.on and not load_config(write_config('[model]\nhf = "DIR"\n')).adapter.on
