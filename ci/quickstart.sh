@@ -4,23 +4,27 @@
 #   bash ci/quickstart.sh                      continues an interrupted run; a finished one is only reported
 #   bash ci/quickstart.sh --fresh              trains anew
 #   bash ci/quickstart.sh train.updates=40     settings, as for `megatron-lrl train`
+#   bash ci/quickstart.sh examples/lora/config.toml      another config for the same model and prompts
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-overrides=() run=runs/quickstart
+overrides=() run= config=examples/quickstart/config.toml
 for argument in "$@"; do
   case $argument in
     --fresh) overrides+=(train.overwrite=true) ;;
-    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     train.output=*) run=${argument#*=}; overrides+=("$argument") ;;
     *=*) overrides+=("$argument") ;;
+    *.toml) config=$argument ;;
     *) echo "quickstart: unknown argument $argument (see --help)" >&2; exit 2 ;;
   esac
 done
+[[ -f $config ]] || { echo "quickstart: $config: no such file" >&2; exit 2; }
+run=${run:-$(sed -n 's/^output = "\(.*\)".*/\1/p' "$config")}
 
 bash ci/setup.sh
 started=$SECONDS
-python=.venv/bin/python cache=.cache/quickstart config=examples/quickstart/config.toml ranks=2
+python=.venv/bin/python cache=.cache/quickstart ranks=2
 cores=$("$python" -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
 # Two ranks cannot share a GPU: where there is only one, one rank does it all.
 if [[ $("$python" -c 'import torch; print(torch.cuda.device_count())') == 1 ]]; then
@@ -46,8 +50,13 @@ for checkpoint in "$run"/checkpoints/update-*/; do
   if [[ -f $checkpoint/complete.json ]]; then newest=${checkpoint%/}; fi
 done
 [[ $newest ]] || { echo "quickstart: $run/checkpoints holds no complete checkpoint" >&2; exit 1; }
-rm -rf "$run/hf"
-"$python" -m megatron_lrl export "$newest" "$run/hf"
+rm -rf "$run/hf" "$run/adapter"
+merge=()
+if grep -q '"adapter":' "$newest/megatron_lrl.json"; then  # the adapter by itself, and the model to look at
+  merge=(--merge)
+  "$python" -m megatron_lrl export "$newest" "$run/adapter"
+fi
+"$python" -m megatron_lrl export "$newest" "$run/hf" ${merge[@]+"${merge[@]}"}
 "$python" examples/quickstart/report.py --run "$run" --before "$cache/hf" --after "$run/hf" \
   --prompts "$cache/heldout.jsonl"
 echo "quickstart: $((SECONDS - started)) s without set-up"

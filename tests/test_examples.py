@@ -27,6 +27,7 @@ from megatron_lrl.runtime import Layout
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WORLDS = {
     "quickstart/config.toml": 2,
+    "lora/config.toml": 2,
     "qwen3/config.toml": 8,
     "lastkv/uptrain.toml": 1,
     "lastkv/grpo.toml": 1,
