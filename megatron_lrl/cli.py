@@ -128,6 +128,11 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="T",
                 help="10^12 operations a second that a rank achieves",
             )
+            sub.add_argument(
+                "--search",
+                action="store_true",
+                help="instead: the best layouts of --world ranks, by room and by work",
+            )
             sub.add_argument("--out", metavar="R.json", help="also write the bytes as JSON")
         if name != "train":
             sub.add_argument(
@@ -242,6 +247,7 @@ def _plan(options: argparse.Namespace) -> int:
         budget=options.budget,
         teraflops=options.tflops,
         out=options.out,
+        search_layouts=options.search,
     )
     print(text, flush=True)
     return 0

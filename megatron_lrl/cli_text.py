@@ -125,7 +125,7 @@ TEXTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
             _SETTINGS,
         ),
         "plan CONFIG [--world N] [--prompt P] [--response R] [--budget GIB] [--tflops T]\n"
-        "                         [--out R.json [--overwrite]] [key=value ...]",
+        "                         [--search] [--out R.json [--overwrite]] [key=value ...]",
         "plan config.toml --world 64 --prompt 131072 --budget 139 parallel.tp=4 parallel.cp=8",
     ),
 }

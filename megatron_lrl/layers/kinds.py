@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_lrl.layers.architecture import Architecture
+from megatron_lrl.layers.architecture import ATTENTION, Architecture
 from megatron_lrl.layers.gdn.kind import GatedDeltaNetKind
 from megatron_lrl.layers.kind import LayerKind, StandIn
 from megatron_lrl.layers.moe import kind as moe
@@ -32,7 +32,7 @@ def describe_attention(arch: Architecture) -> str:
     """For identities and logs: "full", "lastkv C=512 blend", "full, 3 of 4 layers Gated DeltaNet"."""
     words = ["full" if arch.lastkv is None else str(arch.lastkv)]
     for kind in kinds_of(arch):
-        if kind.name != arch.mixers[arch.last_attention_layer - 1]:
+        if kind.name != ATTENTION:
             words.append(f"{arch.mixers.count(kind.name)} of {arch.num_layers} layers {kind.title}")
     return ", ".join(words)
 

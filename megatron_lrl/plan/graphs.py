@@ -4,10 +4,10 @@
     base                  D A                      one of each kind, the real last layer last
     one more of a kind    D D A     A D A          each further layer of a kind adds what one adds
 
-A graph does not depend on what is resident, so a prompt of a few chunks gives the peaks of a long one. Only a
-conventional pass, whose graph is the whole sequence, is run at full length; it is one pass, whatever the length. Under
-LastKV both take a pass for every LastKV chunk, and a response one for every replay.chunk_size, so many are extrapolated
-from few.
+Of many graphs at once two and three are run: each further one adds the same. A graph does not depend on what is
+resident, so a prompt of a few chunks gives the peaks of a long one. Only a conventional pass, whose graph is the
+whole sequence, is run at full length; it is one pass, whatever the length. Under LastKV both take a pass for every
+LastKV chunk, and a response one for every replay.chunk_size, so many are extrapolated from few.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from megatron_lrl.lifetimes.run import Run
 from megatron_lrl.lifetimes.work import Branch, batches_of, work_of
 from megatron_lrl.models.build import configured_model
 from megatron_lrl.models.hf_config import Architecture
+from megatron_lrl.plan.world import flights
 
+_FEW_FLIGHTS = 3
+"""Graphs at once from which on each further one adds the same."""
 _FEW_CHUNKS = 4
 """Chunks from which on a response (or, under LastKV, a conventional prompt) takes the same for every further one."""
 
@@ -107,8 +110,8 @@ class Graphs:
         self.run = run
         self._kinds = stage_kinds(run.arch, run.runtime.layout.pp, run.runtime.pp_rank)
         self._runs: dict[tuple[Kind, ...], Run] = {self._kinds: run}
-        self._found: dict[tuple[str, Work], Peaks] = {}
-        self._sweeps: dict[tuple[tuple[Kind, ...], str, int], int] = {}
+        self._found: dict[tuple[str, Work, int], Peaks] = {}
+        self._sweeps: dict[tuple[tuple[Kind, ...], str, int, int], int] = {}
 
     @property
     def in_flight(self) -> int:
@@ -117,19 +120,36 @@ class Graphs:
 
     def peaks(self, contract: str, work: Work) -> Peaks:
         """Peaks of a window's replays and of its sweep."""
-        short = replace(
-            work, prompt=self._short_prompt(work.prompt, contract), group=work.at_once * self.in_flight
+        depth = self.in_flight
+        if depth <= _FEW_FLIGHTS:
+            return self._peaks(contract, work, depth)
+        few, one_more = (self._peaks(contract, work, n) for n in (_FEW_FLIGHTS - 1, _FEW_FLIGHTS))
+        # A sweep has no more graphs than the prompt has chunks.
+        swept = min(depth, -(-(work.prompt - 1) // self.run.config.prefix.chunk_size))
+        further = (depth, depth if contract == "conventional" else swept)
+        return Peaks(
+            *(
+                a + max(0, n - _FEW_FLIGHTS + 1) * (b - a)
+                for n, a, b in zip(further, few, one_more, strict=True)
+            )
         )
-        if (contract, short) not in self._found:
+
+    def _peaks(self, contract: str, work: Work, depth: int) -> Peaks:
+        """With ``depth`` graphs at once."""
+        short = replace(
+            work, prompt=self._short_prompt(work.prompt, contract, depth), group=work.at_once * depth
+        )
+        if (contract, short, depth) not in self._found:
             kinds, more = short_stage(self._kinds)
-            base = self._rehearse(kinds, contract, short)
-            total = list(base)
-            for kind, count in more.items():
-                # In front: what is freed before the topmost recurrent layer's backward stays the same.
-                longer = self._rehearse((kind, *kinds), contract, short)
-                total = [t + count * (b - a) for t, a, b in zip(total, base, longer, strict=True)]
-            self._found[contract, short] = Peaks(*total)
-        return self._found[contract, short]
+            with flights(depth):
+                base = self._rehearse(kinds, contract, short)
+                total = list(base)
+                for kind, count in more.items():
+                    # In front: what is freed before the topmost recurrent layer's backward stays the same.
+                    longer = self._rehearse((kind, *kinds), contract, short)
+                    total = [t + count * (b - a) for t, a, b in zip(total, base, longer, strict=True)]
+            self._found[contract, short, depth] = Peaks(*total)
+        return self._found[contract, short, depth]
 
     def _rehearse(self, kinds: tuple[Kind, ...], contract: str, work: Work) -> Peaks:
         """A pass over layers of these kinds."""
@@ -168,7 +188,7 @@ class Graphs:
                 Replay(group).gradient(work_of(batches, [_no_loss] * len(batches)))
                 graph, held = run.ledger.graph, run.ledger.peak["replay"]
                 # A sweep knows the prompt, not what was replayed.
-                swept = kinds, contract, work.prompt
+                swept = kinds, contract, work.prompt, work.group
                 if swept not in self._sweeps:
                     run.ledger.graph = 0
                     group.sweep()
@@ -193,11 +213,11 @@ class Graphs:
             self._runs[kinds] = Run(run.config, run.runtime, arch, model, version=1)
         return self._runs[kinds]
 
-    def _short_prompt(self, prompt: int, contract: str) -> int:
+    def _short_prompt(self, prompt: int, contract: str, depth: int) -> int:
         """A prompt that ends as this one and fills the pipeline with its chunks."""
         if contract == "conventional":
             return prompt
-        unit, chunks = self.run.config.prefix.chunk_size, self.in_flight + 1
+        unit, chunks = self.run.config.prefix.chunk_size, depth + 1
         if (lastkv := self.run.arch.lastkv) is not None:
             unit, chunks = math.lcm(unit, lastkv.chunk_size), chunks + 1
         prefix = prompt - 1

@@ -29,6 +29,8 @@ from megatron_lrl.plan.bytes import (
     stages_that_differ,
 )
 from megatron_lrl.plan.cost import break_even_group, window_cost
+from megatron_lrl.plan.limits import largest
+from megatron_lrl.plan.search import describe, search
 from megatron_lrl.plan.world import beside
 from megatron_lrl.runtime import Layout, check_world
 from megatron_lrl.settings import Config
@@ -37,7 +39,6 @@ GIB = 2**30
 DEFAULT_PROMPT = 32768
 NO_LIMIT = 1_000_000
 """A number of responses that nothing but time limits."""
-_FURTHER = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def plan(
     budget: float | None = None,
     teraflops: float | None = None,
     out: str | None = None,
+    search_layouts: bool = False,
 ) -> str:
     """The report as text; also written as JSON if ``out`` is given.
 
@@ -77,11 +79,20 @@ def plan(
         prompt, response: tokens (default: 32,768 or what the model allows; rollout.max_new_tokens).
         budget: GiB of one rank's device.
         teraflops: 10^12 operations a second that one rank achieves, to turn operations into seconds.
+        search_layouts: instead the best layouts of the world, whatever [parallel] says.
 
     Raises `UserError` for a layout that does not fit the model or the world, and for lengths beyond the
     model's positions.
     """
     arch = read_model_architecture(config)
+    if search_layouts:
+        if world is None:
+            raise UserError("--search needs --world N: the number of ranks to lay out")
+        limit = None if budget is None else int(budget * GIB)
+        found = search(config, arch, world, _work(config, arch, prompt, response), limit)
+        if out is not None:
+            write_report(out, {"layouts": [{"layout": c.name, **asdict(c)} for c in found]})
+        return describe(found, limit)
     parallel = config.parallel
     layout = Layout(parallel.tp, parallel.cp, parallel.pp, parallel.ep)
     check_layout(arch, layout)
@@ -138,40 +149,6 @@ def _limits(plan: Plan, work: Work, budget: int) -> dict[str, int]:
         "G": largest(lambda n: total(group=n), work.group, budget, NO_LIMIT),
         "K": largest(lambda n: total(concurrent=n), work.concurrent, budget, work.group),
     }
-
-
-def largest(total: Callable[[int], int], guess: int, budget: int, cap: int) -> int:
-    """The largest n <= cap with ``total(n) <= budget``, 0 if there is none; ``total`` must not decrease.
-
-    Bytes are nearly straight lines in every size, so interpolation takes a handful of evaluations.
-    """
-    if cap < 1 or (low_total := total(1)) > budget:
-        return 0
-    low, high = 1, max(2, min(guess, cap))
-    while high < cap and (high_total := total(high)) <= budget:
-        slope = (high_total - low_total) / (high - low)
-        low, low_total = high, high_total
-        further = cap if slope <= 0 else high + int((budget - high_total) / slope) + 1
-        # What is far beyond the answer takes long to evaluate, and the line so far may be another part's.
-        high = min(cap, max(further, high + 1), _FURTHER * high)
-    if high >= cap:
-        high = cap
-        if total(cap) <= budget:
-            return cap
-    high_total = total(high)
-    side = 0  # how often in a row a point fitted (or, negative, did not)
-    while high - low > 1:
-        middle = low + int((high - low) * (budget - low_total) / max(1, high_total - low_total))
-        # The line is bent, and padding makes it a staircase: step over what one end would creep along.
-        over = min(4 ** max(0, abs(side) - 1), (high - low) // 2)
-        middle = max(middle, low + over) if side > 0 else min(middle, high - over)
-        middle = min(high - 1, max(low + 1, middle))
-        middle_total = total(middle)
-        if middle_total <= budget:
-            low, low_total, side = middle, middle_total, max(1, side + 1)
-        else:
-            high, high_total, side = middle, middle_total, min(-1, side - 1)
-    return low
 
 
 def _text(config: Config, arch: Architecture, request: Request, stages: Sequence[StagePlan]) -> str:

@@ -122,10 +122,17 @@ def rehearsal(in_flight: int = 1) -> Iterator[None]:
         stack.enter_context(_replaced(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
         # No dropout: random states are neither read nor moved on.
         stack.enter_context(_replaced(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()))
-        stack.enter_context(_replaced(schedule, "get_forward_backward_func", lambda: _one_stage(in_flight)))
+        stack.enter_context(flights(in_flight))
         for stand_in in stand_ins():
             stack.enter_context(_replaced(*stand_in))
         stack.enter_context(OnMeta(ShapeMemo().call))
+        yield
+
+
+@contextmanager
+def flights(in_flight: int) -> Iterator[None]:
+    """Inside a rehearsal: a pipeline stage holds so many graphs at once."""
+    with _replaced(schedule, "get_forward_backward_func", lambda: _one_stage(in_flight)):
         yield
 
 

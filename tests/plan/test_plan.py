@@ -30,7 +30,7 @@ from megatron_lrl.models.hf_config import architecture_from_dict, read_architect
 from megatron_lrl.plan import world as plan_world
 from megatron_lrl.plan.bytes import Work, open_plan_of_stage, stages_that_differ
 from megatron_lrl.plan.cost import break_even_group, window_cost
-from megatron_lrl.plan.report import largest
+from megatron_lrl.plan.limits import largest
 
 CONTRACTS = ("exact", "truncated", "response_only", "conventional")
 WORK = (90, 13, 4, 2)
