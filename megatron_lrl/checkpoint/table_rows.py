@@ -62,7 +62,7 @@ class Family:
 
 _FAMILIES = {
     "qwen3_next": Family({GDN: gdn.GROUPED}),
-    "glm4_moe": Family(shared_expert="shared_experts"),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), Family(shared_expert="shared_experts")),
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megatron_lrl.errors import UserError
 from megatron_lrl.layers.rope_spec import RopeSpec
 
 __all__ = ["ATTENTION", "Architecture", "LastKVSpec", "MoESpec"]
@@ -152,6 +153,8 @@ class Architecture:
 
     def with_lastkv(self, lastkv: LastKVSpec | None) -> Architecture:
         """The same model with LastKV attention, or (None) without; `raw` says so too."""
+        if lastkv is not None and ATTENTION not in self.mixers:
+            raise UserError(f"LastKV needs layers of softmax attention; a {self.family} model has none")
         raw = {key: value for key, value in self.raw.items() if key != "lastkv"}
         declared = {} if lastkv is None else {"lastkv": lastkv.to_dict()}
         return replace(self, lastkv=lastkv, raw={**raw, **declared})

@@ -231,7 +231,7 @@ class LayerKind(ABC):
     title: str
     """For messages and identities."""
     fused_norm: str
-    """The projection into which Transformer Engine fuses the layer's input norm."""
+    """The projection into which Transformer Engine fuses the layer's input norm; "": none."""
     parameters: tuple[tuple[str, str], ...] = ()
     """(name, regular expression) of groups of parameters whose gradients are compared as one."""
     rows: tuple[Row, ...] = ()

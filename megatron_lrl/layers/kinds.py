@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from megatron_lrl.layers.architecture import ATTENTION, Architecture
 from megatron_lrl.layers.gdn.kind import GatedDeltaNetKind
 from megatron_lrl.layers.kind import LayerKind, StandIn
+from megatron_lrl.layers.mla.kind import LatentKind
 from megatron_lrl.layers.moe import kind as moe
 from megatron_lrl.layers.softmax.kind import SoftmaxKind
 
 KINDS: dict[str, LayerKind] = {
     "attention": SoftmaxKind(),
     "gdn": GatedDeltaNetKind(),
+    "mla": LatentKind(),
 }
 
 

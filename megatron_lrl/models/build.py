@@ -131,7 +131,7 @@ def layer_spec(arch: Architecture, transformer_engine: bool, layer: int = 0) -> 
 
 def _fused_norm_names(sparse: bool, projection: str) -> dict[str, str]:
     """Names that distributed checkpoints give the local spec's norms: those of Transformer Engine's fused modules."""
-    names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"}
+    names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"} if projection else {}
     return names if sparse else {**names, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 

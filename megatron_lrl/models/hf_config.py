@@ -16,11 +16,13 @@ from megatron_lrl.layers.architecture import ATTENTION, Architecture, LastKVSpec
 from megatron_lrl.layers.rope_spec import RopeSpec, read_rope, unread_fields
 from megatron_lrl.models.hf_families import (
     FAMILIES,
+    LATENT,
     MROPE,
     PARTIAL_ROTARY,
     default_of,
     family_fields,
     find_family,
+    latent_sizes,
 )
 from megatron_lrl.models.hf_fields import (
     MOST_LAYERS,
@@ -117,7 +119,14 @@ def _decoder(
         )
     # Llama and the mixtures compute head_dim from the other sizes when it is absent
     head_default = default_of(family, "head_dim")
-    if fields.get("head_dim", head_default) is not None:
+    latent = latent_sizes(fields, family, source) if family in LATENT else None
+    if latent is not None:
+        head_dim = latent.query
+        if num_kv_heads != num_heads:
+            raise UserError(
+                f"{source}: num_key_value_heads = {num_kv_heads} means nothing in latent attention; valid: {num_heads}"
+            )
+    elif fields.get("head_dim", head_default) is not None:
         head_dim = integer(fields, "head_dim", source, head_default)
     elif hidden % num_heads == 0:
         head_dim = hidden // num_heads
@@ -132,14 +141,15 @@ def _decoder(
     particular = family_fields(fields, family, num_layers, source)
     rope = read_rope(
         fields,
-        head_dim=head_dim,
+        head_dim=head_dim if latent is None else latent.rotary,
         max_positions=integer(
             fields, "max_position_embeddings", source, default_of(family, "max_position_embeddings")
         ),
         theta=float(default_of(family, "default_theta")),
         source=source,
         partial=PARTIAL_ROTARY.get(family),
-        interleaved=family == "glm4",
+        interleaved=family == "glm4"
+        or (latent is not None and boolean(fields, "rope_interleave", source, True)),
         mrope=family in MROPE,
     )
     all_mixtures = all(particular.get("moe_layers", (False,)))

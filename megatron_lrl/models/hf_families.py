@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.architecture import ATTENTION, MoESpec
 from megatron_lrl.layers.gdn.sizes import GDN, GDNSpec
+from megatron_lrl.layers.mla.sizes import MLA, MLASpec
 from megatron_lrl.models.hf_fields import LARGEST, MOST_EXPERTS, MOST_LAYERS, boolean, integer, number
 
 __all__ = ["FAMILIES", "Family", "default_of", "family_fields", "find_family"]
@@ -28,6 +29,8 @@ FAMILIES = {
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 """Family -> transformers' class of the language model alone."""
 
@@ -41,10 +44,14 @@ _CONFIG_CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeTextConfig",
     "glm4": "Glm4Config",
     "glm4_moe": "Glm4MoeConfig",
+    "glm4_moe_lite": "Glm4MoeLiteConfig",
+    "deepseek_v3": "DeepseekV3Config",
 }
 # Set by the config classes while they run, so not readable as their attributes.
 PARTIAL_ROTARY = {"qwen3_next": 0.25, "qwen3_5": 0.25, "qwen3_5_moe": 0.25, "glm4": 0.5, "glm4_moe": 0.5}
 MROPE = frozenset({"qwen3_5", "qwen3_5_moe"})
+LATENT = frozenset({"glm4_moe_lite", "deepseek_v3"})
+_BIASED_ROUTERS = LATENT | {"glm4_moe"}
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,9 @@ def family_fields(raw: Mapping[str, Any], family: str, num_layers: int, source: 
         fields |= {"sandwich_norms": True, "fused_gate_up": True}
     if family == "glm4_moe":
         fields["qk_norm"] = boolean(raw, "use_qk_norm", source, False)
+    if family in LATENT:
+        fields["sizes"] = {MLA: latent_sizes(raw, family, source)}
+    if family in _BIASED_ROUTERS:
         keys = ("num_nextn_predict_layers", "num_mtp_layers")
         extra = _alias(raw, keys, family, source, least=0, most=MOST_LAYERS)
         carried = range(num_layers, num_layers + extra)
@@ -140,6 +150,8 @@ def family_fields(raw: Mapping[str, Any], family: str, num_layers: int, source: 
 
 
 def _mixers(raw: Mapping[str, Any], family: str, num_layers: int, source: str) -> tuple[str, ...]:
+    if family in LATENT:
+        return (MLA,) * num_layers
     hybrid = family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
     kinds = {"full_attention": ATTENTION, **({"linear_attention": GDN} if hybrid else {})}
     layer_types = raw.get("layer_types")
@@ -161,6 +173,32 @@ def _mixers(raw: Mapping[str, Any], family: str, num_layers: int, source: str) -
             f"{source}: the {num_layers} layers hold no full_attention layer; one is needed at least"
         )
     return mixers
+
+
+def latent_sizes(raw: Mapping[str, Any], family: str, source: str) -> MLASpec:
+    """Widths of latent attention. Raises `UserError` for biases and for sizes that do not fit each other."""
+
+    def size(key: str) -> int:
+        return integer(raw, key, source, default_of(family, key))
+
+    if boolean(raw, "attention_bias", source, False):
+        raise UserError(
+            f"{source}: attention_bias = true is not supported with latent attention; valid: false"
+        )
+    rank = raw.get("q_lora_rank", default_of(family, "q_lora_rank"))
+    spec = MLASpec(
+        latent=size("kv_lora_rank"),
+        rotary=size("qk_rope_head_dim"),
+        nope=size("qk_nope_head_dim"),
+        value=size("v_head_dim"),
+        query_rank=0 if rank is None else integer({"q_lora_rank": rank}, "q_lora_rank", source),
+    )
+    # Published files name one of several widths of a head, or none; no class reads it.
+    stated = {"qk_head_dim": (spec.query,), "head_dim": (spec.rotary, spec.query, spec.nope)}
+    for key, valid in stated.items():
+        if raw.get(key) is not None and raw[key] not in valid:
+            raise UserError(f"{source}: {key} = {raw[key]!r} contradicts the other widths; valid: {valid[0]}")
+    return spec
 
 
 def _delta_net(raw: Mapping[str, Any], family: str, source: str) -> GDNSpec:
@@ -188,7 +226,17 @@ def _moe_layers(raw: Mapping[str, Any], family: str, num_layers: int, source: st
     """For each layer, whether its MLP is a mixture."""
     if family == "qwen3_5_moe":
         return (True,) * num_layers
-    if family == "glm4_moe":
+    if family == "glm4_moe_lite":
+        kinds = raw.get("mlp_layer_types")
+        if kinds is None:
+            dense = integer(raw, "first_k_dense_replace", source, 1, least=0)
+            return tuple(layer >= dense for layer in range(num_layers))
+        if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+            raise UserError(
+                f'{source}: mlp_layer_types must list "dense" or "sparse" for each layer ({num_layers})'
+            )
+        return tuple(kind == "sparse" for kind in kinds)
+    if family in _BIASED_ROUTERS:
         default = default_of(family, "first_k_dense_replace")
         dense = integer(raw, "first_k_dense_replace", source, default, least=0)
         return tuple(layer >= dense for layer in range(num_layers))
@@ -205,7 +253,7 @@ def _moe(raw: Mapping[str, Any], family: str, source: str) -> MoESpec:
     def size(key: str) -> int:
         return integer(raw, key, source, default_of(family, key))
 
-    glm = family == "glm4_moe"
+    glm = family in _BIASED_ROUTERS
     keys = ("n_routed_experts" if glm else "num_experts", "num_local_experts")
     experts = _alias(raw, keys, family, source, most=MOST_EXPERTS)
     width = size("moe_intermediate_size")
@@ -257,5 +305,5 @@ def _alias(
     stated = [key for key in keys if raw.get(key) is not None]
     if any(raw[key] != raw[stated[0]] for key in stated):
         raise UserError(f"{source}: {keys[0]} = {raw[keys[0]]!r} contradicts {keys[1]} = {raw[keys[1]]!r}")
-    default = next(value for key in keys if (value := default_of(family, key)) is not None)
+    default = next((value for key in keys if (value := default_of(family, key)) is not None), least)
     return integer({} if not stated else raw, stated[0] if stated else keys[0], source, default, least, most)

@@ -79,17 +79,22 @@ _DELTA_NET = _names("""
     linear_num_key_heads linear_num_value_heads
     """)
 _SHARED = _names("shared_expert_intermediate_size")
+_GLM_EXPERTS = _names("""
+    n_routed_experts n_shared_experts routed_scaling_factor n_group topk_group first_k_dense_replace
+    num_nextn_predict_layers num_mtp_layers
+    """)
+_LATENT = _names("""
+    kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim qk_head_dim rope_interleave
+    """)
 # Family -> what its reader interprets beyond `READ`.
 FAMILY_READ: dict[str, frozenset[str]] = {
     "qwen3_moe": _EXPERTS | _SPARSITY,
     "qwen3_next": _EXPERTS | _SPARSITY | _DELTA_NET | _SHARED,
     "qwen3_5": _DELTA_NET,
     "qwen3_5_moe": (_EXPERTS - {"norm_topk_prob"}) | _DELTA_NET | _SHARED,
-    "glm4_moe": (_EXPERTS - {"num_experts"})
-    | _names("""
-        n_routed_experts n_shared_experts routed_scaling_factor n_group topk_group first_k_dense_replace
-        use_qk_norm num_nextn_predict_layers num_mtp_layers
-        """),
+    "glm4_moe": (_EXPERTS - {"num_experts"}) | _GLM_EXPERTS | _names("use_qk_norm"),
+    "glm4_moe_lite": (_EXPERTS - {"num_experts"}) | _GLM_EXPERTS | _LATENT | _names("mlp_layer_types"),
+    "deepseek_v3": (_EXPERTS - {"num_experts"}) | _GLM_EXPERTS | _LATENT,
 }
 # The auxiliary loss acts on a training loss that transformers computes, not on logits.
 _LOSS = _names("output_router_logits router_aux_loss_coef")
@@ -101,6 +106,8 @@ FAMILY_INERT: dict[str, frozenset[str]] = {
     "qwen3_5": _MTP,
     "qwen3_5_moe": _LOSS | _MTP,
     "glm4_moe": _LOSS,
+    "glm4_moe_lite": _LOSS | _names("ep_size seq_aux"),
+    "deepseek_v3": _LOSS | _names("ep_size seq_aux aux_loss_alpha"),
 }
 _HYBRID_FIXED: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),  # transformers' class knows no other kind
@@ -116,7 +123,10 @@ FAMILY_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "decoder_sparse_step": (1,),
         "norm_topk_prob": (True,),
     },
-    "glm4_moe": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+    **{
+        name: {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+        for name in ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+    },
 }
 # The outer level of a vision-language config: the text model's fields stand in `text_config`.
 WRAPPER_INERT = _names("""
@@ -247,7 +257,7 @@ def refuse_sliding_window(
 ) -> None:
     """Raise `UserError` if transformers would put a sliding window on any layer."""
     window = raw.get("sliding_window", defaults["sliding_window"])
-    if family in ("llama", "glm4", "glm4_moe"):
+    if family in ("llama", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"):
         if window is not None:
             raise UserError(f"{source}: sliding_window = {window!r} is not supported; valid: null")
         if raw.get("use_sliding_window") not in (None, False):

@@ -19,6 +19,8 @@ EXPERTS = 8
 FAMILIES = {
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
@@ -39,6 +41,12 @@ _DELTA_NET = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+_ROUTED = {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Widths that no other width equals.
+_LATENT = {
+    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+}  # fmt: skip
+LATENT = ("glm4_moe_lite", "deepseek_v3")
 _SHARED = {"shared_expert_intermediate_size": 24}
 FIELDS: dict[str, dict[str, Any]] = {
     "glm4": {},
@@ -48,6 +56,15 @@ FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe_lite": {**_ROUTED, **_LATENT},
+    "deepseek_v3": {
+        **_ROUTED,
+        **_LATENT,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+        "n_group": 4,
+        "topk_group": 2,
     },
     "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
     "qwen3_next": {**_EXPERTS, **_DELTA_NET, **_SHARED},
@@ -97,13 +114,18 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+LATENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "deepseek_v3": ("deepseek_v3", {"packed": True, "mtp": True}),
+    "deepseek_v3-direct": ("deepseek_v3", {"q_lora_rank": None, "tied": True, "rope_interleave": False}),
+}
 HYBRID_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"mtp": True}),
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5-vl": ("qwen3_5", {"wrapper": True, "mtp": True, "tied": True, "layer_types": THREE_TO_ONE}),
     "qwen3_5_moe-vl": ("qwen3_5_moe", {"wrapper": True, "packed": True, "mtp": True}),
 }
-MORE_CASES = {**GLM_CASES, **MOE_CASES, **HYBRID_CASES}
+MORE_CASES = {**GLM_CASES, **MOE_CASES, **LATENT_CASES, **HYBRID_CASES}
 
 
 def build(
@@ -117,7 +139,9 @@ def build(
         wrapper: the vision-language class around it, with a tower of one layer.
     """
     config_name, model_name = FAMILIES[family]
-    own = {"head_dim": 16, **FIELDS[family], **fields}
+    own = {**({} if family in LATENT else {"head_dim": 16}), **FIELDS[family], **fields}
+    if family in LATENT:
+        common = {**common, "num_key_value_heads": common["num_attention_heads"]}
     if family == "qwen3_5_moe":
         common = {key: value for key, value in common.items() if key != "intermediate_size"}
     if not wrapper:
@@ -136,7 +160,7 @@ def build(
 def mtp_tensors(family: str, hidden: int, layers: int, seed: int) -> dict[str, torch.Tensor]:
     """Tensors of multi-token-prediction layers, which published files hold and transformers' models do not."""
     draw = torch.Generator().manual_seed(seed)
-    if family == "glm4_moe":
+    if family in ("glm4_moe", *LATENT):
         at = f"model.layers.{layers}."
         names = {
             f"{at}eh_proj.weight": (hidden, 2 * hidden),

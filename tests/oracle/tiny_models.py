@@ -131,8 +131,8 @@ def make_hf_dir(
         config_class, model_class = FAMILIES[family]
         model = model_class(config_class(**common, **fields))
     else:
-        if mtp and family == "glm4_moe":
-            fields["num_nextn_predict_layers"] = 1
+        if mtp and family in ("glm4_moe", "deepseek_v3"):
+            fields["num_nextn_predict_layers" if family == "glm4_moe" else "num_mtp_layers"] = 1
         model = tiny_families.build(family, common, fields, wrapper)
     randomise(model, seed)
     path = Path(path)

@@ -184,7 +184,11 @@ class KVLayer(LayerState):
         """Make new tokens resident."""
         live = k_mhd.requires_grad or v_mhd.requires_grad
         self.newest = (k_mhd, v_mhd) if live else None
-        entries = [self._put(piece_of(k_mhd, p), piece_of(v_mhd, p), p, chunk, live) for p in pieces]
+        entries = []
+        for piece in pieces:
+            k_bhtd = piece_of(k_mhd, piece)
+            v_bhtd = k_bhtd if v_mhd is k_mhd else piece_of(v_mhd, piece)
+            entries.append(self._put(k_bhtd, v_bhtd, piece, chunk, live))
         if self.rounds is not None:
             self.rounds.append(entries)
 

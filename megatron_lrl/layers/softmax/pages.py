@@ -8,7 +8,7 @@ Legend: b branches, h KV heads of this tp rank, t tokens, d head dim; m slots of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,17 +33,25 @@ class Shelf:
     def take(self, k_bhtd: Tensor, v_bhtd: Tensor, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Room for ``tokens`` like the given keys and values; None if there is not as much left, or for other rows."""
         if self._storage is None:
-            self._storage = room_for(k_bhtd, self._tokens), room_for(v_bhtd, self._tokens)
+            self._storage = _each(lambda x: room_for(x, self._tokens), k_bhtd, v_bhtd)
         low, high = self._used, self._used + tokens
         if high > self._tokens or self._storage[0].shape[0] != k_bhtd.shape[0]:
             return None
         self._used = high
-        k, v = self._storage
-        return k[:, :, low:high], v[:, :, low:high]
+        return _each(lambda x: x[:, :, low:high], *self._storage)
+
+
+def _each(change: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Both changed; values that are their keys (the same tensor) stay so."""
+    changed = change(k)
+    return changed, changed if v is k else change(v)
 
 
 class Page:
-    """Keys and values of ``branches`` branches from ``branch`` on, ``length`` tokens each, of one LastKV chunk."""
+    """Keys and values of ``branches`` branches from ``branch`` on, ``length`` tokens each, of one LastKV chunk.
+
+    Where keys are given as the values too, there is one storage and one adjoint for both.
+    """
 
     def __init__(
         self,
@@ -66,11 +74,17 @@ class Page:
         self.constant = 0  # tokens at the front that stay constant when there is an adjoint
         if self.writable:
             t, room = k_bhtd.shape[2], None if shelf is None else shelf.take(k_bhtd, v_bhtd, capacity)
-            self.k_bhtd, self.v_bhtd = room or (room_for(k_bhtd, capacity), room_for(v_bhtd, capacity))
+            self.k_bhtd, self.v_bhtd = room or _each(lambda x: room_for(x, capacity), k_bhtd, v_bhtd)
             self.k_bhtd[:, :, :t] = k_bhtd
-            self.v_bhtd[:, :, :t] = v_bhtd
+            if not self.one:
+                self.v_bhtd[:, :, :t] = v_bhtd
         else:
             self.k_bhtd, self.v_bhtd = k_bhtd, v_bhtd
+
+    @property
+    def one(self) -> bool:
+        """Whether the values are the keys."""
+        return self.v_bhtd is self.k_bhtd
 
     def fits(self, piece: Piece, chunk: int) -> bool:
         """Whether the piece can be written behind the page's tokens."""
@@ -85,12 +99,13 @@ class Page:
         """Append tokens in place."""
         end = self.length + k_bhtd.shape[2]
         self.k_bhtd[:, :, self.length : end] = k_bhtd
-        self.v_bhtd[:, :, self.length : end] = v_bhtd
+        if not self.one:
+            self.v_bhtd[:, :, self.length : end] = v_bhtd
         self.length = end
 
     def drop(self) -> None:
         """Free the keys and values; where they were is remembered, for `refill`."""
-        self.k_bhtd, self.v_bhtd = (room_for(x, 0) for x in (self.k_bhtd, self.v_bhtd))
+        self.k_bhtd, self.v_bhtd = _each(lambda x: room_for(x, 0), self.k_bhtd, self.v_bhtd)
         self.dropped = True
 
     def refill(self, again: Page) -> None:
@@ -102,7 +117,7 @@ class Page:
     def select(self, rows: list[int], branch: int) -> None:
         """Keep these rows, the first of which becomes ``branch``; they stay neighbours."""
         index = torch.tensor(rows).to(self.k_bhtd.device, non_blocking=True)
-        self.k_bhtd, self.v_bhtd = (x.index_select(0, index) for x in (self.k_bhtd, self.v_bhtd))
+        self.k_bhtd, self.v_bhtd = _each(lambda x: x.index_select(0, index), self.k_bhtd, self.v_bhtd)
         self.branch, self.branches = branch, len(rows)
 
     def enable_adjoint(self, dtype: torch.dtype, constant: int = 0, spare: bool = False) -> int:
@@ -114,9 +129,10 @@ class Page:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The page's storage, adjoint included."""
-        if self.adjoint is None:
-            return self.k_bhtd, self.v_bhtd
-        return self.k_bhtd, self.v_bhtd, self.adjoint.dk_bhtd, self.adjoint.dv_bhtd
+        pairs = [(self.k_bhtd, self.v_bhtd)]
+        if self.adjoint is not None:
+            pairs.append((self.adjoint.dk_bhtd, self.adjoint.dv_bhtd))
+        return tuple(x for pair in pairs for x in (pair[:1] if self.one else pair))
 
 
 @dataclass(frozen=True)
@@ -196,13 +212,14 @@ def enable_adjoints(
         b, h, _, d = x_bhtd.shape
         return torch.zeros(b, h, sum(sizes), d, dtype=dtype, device=x_bhtd.device)
 
-    dk, dv = zeros(pages[0].k_bhtd), zeros(pages[0].v_bhtd)
+    dk, dv = _each(zeros, pages[0].k_bhtd, pages[0].v_bhtd)
     low = 0
     for page, size, constant in zip(pages, sizes, constants, strict=True):
         page.constant = constant
-        page.adjoint = Adjoint(dk[:, :, low : low + size], dv[:, :, low : low + size])
+        rows = slice(low, low + size)
+        page.adjoint = Adjoint(*_each(lambda x, rows=rows: x[:, :, rows], dk, dv))  # type: ignore[misc]
         low += size
-    return dk.nbytes + dv.nbytes
+    return dk.nbytes + (0 if dv is dk else dv.nbytes)
 
 
 def joined(blocks: Iterable[Block]) -> list[Block]:

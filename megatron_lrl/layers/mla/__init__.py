@@ -1,0 +1,1 @@
+"""Multi-head latent attention as a layer kind; see README.md."""
