@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import transformers
 from oracle import hf_oracle
-from oracle.tiny_families import FAMILIES, HYBRID_CASES, MORE_CASES, WRAPPERS
+from oracle.tiny_families import FAMILIES, HYBRID_CASES, LATENT, MORE_CASES, WRAPPERS
 from oracle.tiny_models import write_case
 
 from megatron_lrl.layers.gdn.sizes import GDN, sizes_of
+from megatron_lrl.layers.mla import sizes as mla_sizes
+from megatron_lrl.layers.mla.sizes import MLA
 from megatron_lrl.models.hf_config import (
     ATTENTION,
     Architecture,
@@ -49,7 +51,9 @@ def test_values_are_those_of_transformers_modules(case: tuple[Architecture, Any,
     assert arch.raw == json.loads((path / "config.json").read_text())
     assert arch.rope.rotary_dim == 2 * len(decoder.rotary_emb.inv_freq)
     for layer, mixer, is_moe in zip(decoder.layers, arch.mixers, arch.moe_layers, strict=True):
-        if mixer == ATTENTION:
+        if mixer == MLA:
+            _check_latent(arch, layer.self_attn)
+        elif mixer == ATTENTION:
             _check_attention(arch, layer.self_attn)
         else:
             _check_delta_net(arch, layer.linear_attn)
@@ -78,6 +82,19 @@ def _check_attention(arch: Architecture, attention: Any) -> None:
     )
     assert arch.attention_output_bias == (attention.o_proj.bias is not None)
     assert arch.qk_norm == hasattr(attention, "q_norm")
+
+
+def _check_latent(arch: Architecture, attention: Any) -> None:
+    sizes = mla_sizes.sizes_of(arch)
+    assert (sizes.row, arch.hidden_size) == tuple(attention.kv_a_proj_with_mqa.weight.shape)
+    assert (arch.num_heads * sizes.expanded, sizes.latent) == tuple(attention.kv_b_proj.weight.shape)
+    assert arch.num_heads * sizes.value == attention.o_proj.in_features
+    assert sizes.query_rank == (attention.q_a_proj.out_features if attention.q_a_proj is not None else 0)
+    queries = attention.q_b_proj if sizes.query_rank else attention.q_proj
+    assert arch.num_heads * sizes.query == queries.out_features
+    assert mla_sizes.softmax_scale(sizes, arch.rope) == pytest.approx(attention.scaling)
+    assert attention.kv_a_layernorm.variance_epsilon == mla_sizes.NORM_EPS
+    assert arch.rope.interleaved == attention.config.rope_interleave
 
 
 def _check_delta_net(arch: Architecture, layer: Any) -> None:
@@ -121,8 +138,10 @@ def test_every_stored_tensor_is_the_models_or_carried(case: tuple[Architecture, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_fields_take_transformers_defaults(family: str) -> None:
-    config = getattr(transformers, FAMILIES[family][0])(**SIZES, num_experts_per_tok=2)
-    stated = {key: value for key, value in SIZES.items() if key in config.to_dict()}
+    # Latent attention has no groups of heads: their default number is that of the published model alone.
+    sizes = {**SIZES, "num_key_value_heads": SIZES["num_attention_heads"]} if family in LATENT else SIZES
+    config = getattr(transformers, FAMILIES[family][0])(**sizes, num_experts_per_tok=2)
+    stated = {key: value for key, value in sizes.items() if key in config.to_dict()}
     arch = architecture_from_dict(
         {
             "model_type": TEXT_TYPES.get(family, family),
@@ -135,7 +154,7 @@ def test_absent_fields_take_transformers_defaults(family: str) -> None:
     assert arch.qkv_bias == config.attention_bias
     assert arch.rope.theta == config.rope_parameters["rope_theta"]
     assert arch.rope.rotary_dim == int(
-        arch.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)
+        arch.rope.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)
     )
     if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         kinds = {"linear_attention": GDN, "full_attention": ATTENTION}

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from oracle.objective import Objective, advantages, window_term
 from oracle.plain_layers import delta_net, mixture, silu
-from oracle.tiny_families import is_mtp
+from oracle.tiny_families import LATENT, is_mtp
 from oracle.trajectories import Group
 
 Weights = Mapping[str, torch.Tensor]
@@ -40,7 +40,7 @@ class PlainModel:
         self.prefix = "model.language_model." if "text_config" in config else "model."
         self.config: dict[str, Any] = config.get("text_config", config)
         self.family: str = self.config["model_type"].removesuffix("_text")
-        if self.family not in ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", *HYBRIDS):
+        if self.family not in ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", *LATENT, *HYBRIDS):
             raise ValueError(f"no plain implementation of {self.family!r}")
         self.weights: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
@@ -73,6 +73,8 @@ class PlainModel:
             before = past[layer] if past else None
             if kinds[layer] == "linear_attention":
                 y_SH, state = delta_net(h_SH, w, at + "linear_attn.", self.config, before)
+            elif self.family in LATENT:
+                y_SH, state = self.latent_attention(h_SH, at + "self_attn.", angles_SR, start, before)
             else:
                 y_SH, state = self.attention(h_SH, at + "self_attn.", angles_SR, start, before)
             grown.append(state)
@@ -105,6 +107,49 @@ class PlainModel:
         if gate_SND is not None:
             o_SND = o_SND * torch.sigmoid(gate_SND)
         return linear(o_SND.flatten(1), self.weights, at + "o_proj"), (k_TGD, v_TGD)
+
+    def latent_attention(
+        self,
+        h_SH: torch.Tensor,
+        at: str,
+        angles_SR: tuple[torch.Tensor, torch.Tensor],
+        start: int,
+        past: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """DeepSeek-V2, 2405.04434, equations 9 to 19, with keys and values of every head expanded.
+
+        Returns the output [S, H], and the normed latents and the rotated keys of all tokens so far.
+        """
+        w, config = self.weights, self.config
+        rank, turning, nope = config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+        pairs = config.get("rope_interleave", True)
+        q_SH = h_SH
+        if at + "q_a_proj.weight" in w:
+            q_SH = rms_norm(linear(h_SH, w, at + "q_a_proj"), w[at + "q_a_layernorm.weight"], 1e-6)
+        name = at + ("q_b_proj" if at + "q_a_proj.weight" in w else "q_proj")
+        q_SND = linear(q_SH, w, name).unflatten(1, (-1, nope + turning))
+        q_SND = torch.cat(
+            [q_SND[..., :nope], rotate(q_SND[..., nope:], *angles_SR, interleaved=pairs)], dim=-1
+        )
+        latent_Sr, key_SR = linear(h_SH, w, at + "kv_a_proj_with_mqa").split([rank, turning], dim=-1)
+        latent_Tr = rms_norm(latent_Sr, w[at + "kv_a_layernorm.weight"], 1e-6)
+        key_TR = rotate(key_SR[:, None], *angles_SR, interleaved=pairs)[:, 0]
+        if past is not None:
+            latent_Tr, key_TR = torch.cat([past[0], latent_Tr]), torch.cat([past[1], key_TR])
+        heads = q_SND.shape[1]
+        k_TND, v_TND = (
+            linear(latent_Tr, w, at + "kv_b_proj").unflatten(1, (heads, -1)).tensor_split([nope], dim=-1)
+        )
+        k_TND = torch.cat([k_TND, key_TR[:, None].expand(-1, heads, -1)], dim=-1)
+        o_SND = attend(q_SND * self.latent_temperature, k_TND, v_TND, start)
+        return linear(o_SND.flatten(1), w, at + "o_proj"), (latent_Tr, key_TR)
+
+    @property
+    def latent_temperature(self) -> float:
+        """What YaRN adds to the scores of latent attention."""
+        rope = self.config["rope_parameters"]
+        over_all = rope.get("mscale_all_dim", 0) if rope["rope_type"] == "yarn" else 0
+        return yarn_scale(rope["factor"], over_all) ** 2 if over_all else 1.0
 
     def mlp(self, h_SH: torch.Tensor, at: str) -> torch.Tensor:
         """[S, H]: a mixture where the layer has a router, else a SwiGLU MLP."""

@@ -117,7 +117,23 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 LATENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "deepseek_v3": ("deepseek_v3", {"packed": True, "mtp": True}),
-    "deepseek_v3-direct": ("deepseek_v3", {"q_lora_rank": None, "tied": True, "rope_interleave": False}),
+    # queries without a latent; YaRN with a temperature; halves paired
+    "deepseek_v3-direct": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "tied": True,
+            "rope_interleave": False,
+            "rope": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
 }
 HYBRID_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"mtp": True}),

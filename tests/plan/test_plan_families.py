@@ -62,6 +62,7 @@ PLANNED = [
     pytest.param(Planned("qwen3_next", World(tp=2, cp=2), ("exact", "conventional")), marks=pytest.mark.slow),
     Planned("qwen3_moe-sparse", World(pp=2), layers=8),
     Planned("glm4_moe", World(), ("response_only", "conventional")),
+    Planned("glm4_moe_lite", World(tp=2, cp=2)),
     pytest.param(Planned("glm4_moe-groups", World(tp=2, dp=2, ep=2), ("exact",)), marks=pytest.mark.slow),
 ]
 

@@ -26,6 +26,7 @@ LIVE = 9
 LEAVES = {
     "qwen2": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
     "glm4": ("k_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "deepseek_v3": ("q_b_proj", "kv_b_proj", "o_proj", "down_proj"),
     "qwen3_moe": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
     "qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "gate_proj", "down_proj"),
     "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "k_proj", "up_proj"),

@@ -103,7 +103,15 @@ def test_sampled_logprobs_are_those_of_replay(
     assert 0.0 < deviation <= RATIO_BAR  # exactly 0 would mean the recorded log-probabilities were not read
 
 
-OTHER_FAMILIES = ["qwen3_5", "qwen3_next", "qwen3_5_moe-vl", "qwen3_moe", "glm4_moe-groups", "glm4"]
+OTHER_FAMILIES = [
+    "qwen3_5",
+    "qwen3_next",
+    "qwen3_5_moe-vl",
+    "qwen3_moe",
+    "glm4_moe-groups",
+    "glm4",
+    "deepseek_v3",
+]
 
 
 @pytest.mark.parametrize(

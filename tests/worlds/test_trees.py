@@ -148,7 +148,7 @@ def test_shared_tokens_are_fed_once(answers: Any, tmp_path: Path, report: Any) -
     compare_tensors(load_file(outs[0]), load_file(outs[1])).require(1e-6, 1e-5)
 
 
-KINDS = ["qwen3_5", "qwen3_moe", "lastkv"]
+KINDS = ["qwen3_5", "qwen3_moe", "glm4_moe_lite", "lastkv"]
 
 
 @pytest.mark.parametrize(
