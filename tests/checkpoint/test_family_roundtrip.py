@@ -17,7 +17,15 @@ from checkpoint.family_sources import SOURCES, assert_same_directory, stored, wr
 from harness import World, run_world
 
 ONE = World()
-EXPERTS = ("qwen3_moe", "qwen3_moe-sparse", "glm4_moe", "glm4_moe-groups", "glm4_moe-bf16")
+EXPERTS = (
+    "qwen3_moe",
+    "qwen3_moe-sparse",
+    "glm4_moe",
+    "glm4_moe-groups",
+    "glm4_moe-bf16",
+    "glm4_moe_lite",
+    "deepseek_v3",
+)
 RECURRENT = ("qwen3_next", "qwen3_next-bf16", "qwen3_5_moe-vl")  # with experts
 DENSE = tuple(case for case in SOURCES if case not in EXPERTS + RECURRENT)
 WORLDS = {

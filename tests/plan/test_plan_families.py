@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from harness import World, run_world
-from oracle.tiny_families import HYBRID_CASES, MOE_CASES, THREE_TO_ONE
+from oracle.tiny_families import HYBRID_CASES, LATENT_CASES, MOE_CASES, THREE_TO_ONE
 from oracle.tiny_models import make_hf_dir
 
 from megatron_lrl.config import load_config
@@ -36,7 +36,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 WORK = (90, 13, 4, 2)
 SETTINGS = ("prefix.chunk_size=16", "prefix.truncate_tokens=21", "replay.concurrent=2")
 EXACT = ("parameters", "gradients", "optimizer", "state", "group")
-CASES = {**HYBRID_CASES, **MOE_CASES}
+CASES = {**HYBRID_CASES, **MOE_CASES, **LATENT_CASES}
 
 
 class Planned(NamedTuple):
