@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from models.test_published_sizes import GLM45_AIR, QWEN36_27B
+from models.test_published_sizes import GLM45_AIR, GLM47_FLASH, QWEN36_27B
 
 from megatron_lrl.config import check_train, load_config
 from megatron_lrl.models.hf_config import read_architecture
@@ -33,9 +33,10 @@ WORLDS = {
     "lastkv/grpo.toml": 1,
     "qwen3_6/grpo.toml": 32,
     "glm4_5_air/grpo.toml": 64,
+    "glm_4_7_flash/grpo.toml": 8,
 }
-PUBLISHED = {"qwen3_6": QWEN36_27B, "glm4_5_air": GLM45_AIR}
-SHIPPED_MODELS = {"qwen3_6": 64, "glm4_5_air": 46}
+PUBLISHED = {"qwen3_6": QWEN36_27B, "glm4_5_air": GLM45_AIR, "glm_4_7_flash": GLM47_FLASH}
+SHIPPED_MODELS = {"qwen3_6": 64, "glm4_5_air": 46, "glm_4_7_flash": 47}
 """Folders with a published config.json for `plan`: layers."""
 
 

@@ -135,6 +135,8 @@ class Architecture:
             object.__setattr__(self, "mixers", (ATTENTION,) * self.num_layers)
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (False,) * self.num_layers)
+        if self.lastkv is not None and ATTENTION not in self.mixers:
+            raise UserError(f"LastKV needs layers of softmax attention; a {self.family} model has none")
 
     @property
     def positions(self) -> int:
@@ -153,8 +155,6 @@ class Architecture:
 
     def with_lastkv(self, lastkv: LastKVSpec | None) -> Architecture:
         """The same model with LastKV attention, or (None) without; `raw` says so too."""
-        if lastkv is not None and ATTENTION not in self.mixers:
-            raise UserError(f"LastKV needs layers of softmax attention; a {self.family} model has none")
         raw = {key: value for key, value in self.raw.items() if key != "lastkv"}
         declared = {} if lastkv is None else {"lastkv": lastkv.to_dict()}
         return replace(self, lastkv=lastkv, raw={**raw, **declared})

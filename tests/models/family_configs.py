@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oracle.tiny_families import FIELDS, MORE_CASES, WRAPPERS
+from oracle.tiny_families import FIELDS, LATENT, MORE_CASES, WRAPPERS
 
 # Config classes whose text model stands alone, by model_type.
 TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
@@ -29,6 +29,9 @@ def tiny_config(case: str, **fields: Any) -> dict[str, Any]:
         "num_key_value_heads": 2,
         "head_dim": 16,
     }
+    if family in LATENT:
+        sizes = {**sizes, "num_key_value_heads": 4}
+        del sizes["head_dim"]
     text = {**sizes, **FIELDS[family]}
     inside = [key for key in fields if key.startswith("text_") and key != "text_config"]
     inner = {key.removeprefix("text_"): fields[key] for key in inside}

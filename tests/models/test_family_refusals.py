@@ -80,6 +80,25 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             "first_k_dense_replace = -1 must be an integer of at least 0",
         ),
         ("glm4_moe", {"q_lora_rank": 64}, "q_lora_rank = 64 is an unknown field"),
+        (
+            "deepseek_v3",
+            {"attention_bias": True},
+            "attention_bias = true is not supported with latent attention",
+        ),
+        (
+            "deepseek_v3",
+            {"num_key_value_heads": 2},
+            "num_key_value_heads = 2 means nothing in latent attention",
+        ),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0 must be a positive integer"),
+        ("deepseek_v3", {"head_dim": 77}, "head_dim = 77 contradicts the other widths"),
+        ("deepseek_v3", {"index_topk": 2048}, "index_topk = 2048 is an unknown field"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 3}, "for each layer (4)"),
+        (
+            "glm4_moe_lite",
+            {"lastkv": {"chunk_size": 8, "blend": True}},
+            "LastKV needs layers of softmax attention",
+        ),
         ("glm4", {"num_experts": 8}, "num_experts = 8 is an unknown field"),
         (
             "glm4",

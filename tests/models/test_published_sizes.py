@@ -15,6 +15,8 @@ import torch
 import transformers
 
 from megatron_lrl.layers.gdn.sizes import sizes_of
+from megatron_lrl.layers.mla.sizes import MLA
+from megatron_lrl.layers.mla.sizes import sizes_of as mla_sizes_of
 from megatron_lrl.models.hf_config import ATTENTION, Architecture, architecture_from_dict, describe_rope
 
 QWEN36_27B: dict[str, Any] = {
@@ -106,13 +108,53 @@ GLM45_AIR: dict[str, Any] = {
 }
 
 
+GLM47_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+
 def parameters(arch: Architecture) -> int:
     """Trained numbers of the language model, added up from the sizes."""
     hidden, head = arch.hidden_size, arch.head_dim
     total = arch.vocab_size * hidden * (1 if arch.tied else 2) + hidden
     for mixer, is_moe in zip(arch.mixers, arch.moe_layers, strict=True):
         total += (4 if arch.sandwich_norms else 2) * hidden
-        if mixer == ATTENTION:
+        if mixer == MLA:
+            s, heads = mla_sizes_of(arch), arch.num_heads
+            total += hidden * (s.query_rank + s.row) + s.query_rank + s.latent
+            total += heads * (s.query_rank * s.query + s.latent * s.expanded + s.value * hidden)
+        elif mixer == ATTENTION:
             queries, keys = arch.num_heads * head, arch.num_kv_heads * head
             projected = queries * (2 if arch.output_gate else 1) + 2 * keys
             total += hidden * (projected + queries)
@@ -137,8 +179,9 @@ def parameters(arch: Architecture) -> int:
     [
         (QWEN36_27B, "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", 26.896),
         (GLM45_AIR, "Glm4MoeConfig", "Glm4MoeForCausalLM", 106.9),
+        (GLM47_FLASH, "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", 29.943),
     ],
-    ids=["Qwen3.6-27B", "GLM-4.5-Air"],
+    ids=["Qwen3.6-27B", "GLM-4.5-Air", "GLM-4.7-Flash"],
 )
 def test_parameters_are_those_of_transformers(
     raw: dict[str, Any], config: str, model: str, billions: float
