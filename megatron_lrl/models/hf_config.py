@@ -122,6 +122,8 @@ def _decoder(
     latent = latent_sizes(fields, family, source) if family in LATENT else None
     if latent is not None:
         head_dim = latent.query
+        if lastkv is not None:
+            raise UserError(f"{source}: lastkv: LastKV needs layers of softmax attention; valid: absent")
         if num_kv_heads != num_heads:
             raise UserError(
                 f"{source}: num_key_value_heads = {num_kv_heads} means nothing in latent attention; valid: {num_heads}"
