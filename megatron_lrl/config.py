@@ -153,6 +153,7 @@ _MAY_CHANGE = (
     "rollout.decode_bytes",
     "train.updates",
     "train.save_every",
+    "train.max_seconds",
     "train.output",
     "train.overwrite",
     "train.log_samples",

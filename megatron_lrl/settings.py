@@ -312,6 +312,12 @@ class TrainTable(Table):
     groups_per_update: int = _key(
         1, f"prompts per update over all dp ranks, at most {MOST_AT_ONCE}", ge=1, le=MOST_AT_ONCE
     )
+    max_seconds: float = _key(
+        0.0,
+        "seconds of wall time that the process may take: the run saves and stops before the update that would pass "
+        "them, with room for the longest update and checkpoint so far; the same command goes on. 0 = no limit",
+        ge=0,
+    )
     save_every: int = _key(10, "updates between checkpoints; 0 = only at the end", ge=0)
     output: str | None = _key(
         None, "folder of the run: checkpoints, TensorBoard, metrics.jsonl", min_length=1

@@ -98,6 +98,7 @@ def test_every_documented_key_is_read(write_config) -> None:
             updates = 4
             groups_per_update = 6
             save_every = 0
+            max_seconds = 12
             output = "runs/a"
             overwrite = true
             seed = 17
@@ -193,6 +194,7 @@ def test_every_documented_key_is_read(write_config) -> None:
         "updates": 4,
         "groups_per_update": 6,
         "save_every": 0,
+        "max_seconds": 12.0,
         "output": "runs/a",
         "overwrite": True,
         "seed": 17,

@@ -27,6 +27,7 @@ from megatron_lrl.rl.material import Documents, Groups, read_material
 from megatron_lrl.rl.output import check_output, claim_output
 from megatron_lrl.rl.retry import Retry
 from megatron_lrl.rl.source import Sampling, Source
+from megatron_lrl.rl.stopwatch import WallTime
 from megatron_lrl.rl.trainer import Trainer
 from megatron_lrl.rollout.journal import Journal
 from megatron_lrl.rollout.types import Prompt
@@ -101,21 +102,31 @@ def _train(config: Config, runtime: Runtime, material: Documents | Groups, outpu
                     tracker.note(f"bytes were not planned: {type(error).__name__}: {error}")
             saved = first if newest is not None else None
             start = evaluation.before(first) if evaluation is not None else {}
+            time = WallTime(config.train.max_seconds)
             for number in range(first, config.train.updates):
-                metrics, samples = trainer.update(number)
-                if evaluation is not None:
-                    metrics |= (start if number == first else {}) | evaluation.after(number + 1)
-                if planned is not None:
-                    metrics |= {f"bytes_planned/{name}": float(n) for name, n in planned.lifetimes().items()}
-                    if number == first:
-                        tracker.note(f"after update {number + 1}\n{against_measured(planned, run.ledger)}")
-                runtime.together(tracker.log, number, metrics, samples)
+                with time.update():
+                    metrics, samples = trainer.update(number)
+                    if evaluation is not None:
+                        metrics |= (start if number == first else {}) | evaluation.after(number + 1)
+                    if planned is not None:
+                        metrics |= {f"bytes_planned/{n}": float(x) for n, x in planned.lifetimes().items()}
+                        if number == first:
+                            tracker.note(
+                                f"after update {number + 1}\n{against_measured(planned, run.ledger)}"
+                            )
+                    runtime.together(tracker.log, number, metrics, samples)
                 done = number + 1
-                # One rank's signal stops all, at the same update.
-                stop = any(runtime.gather_objects(interrupt.asked))
+                # One rank's signal, or clock, stops all, at the same update.
+                asked, spent = map(
+                    any, zip(*runtime.gather_objects((interrupt.asked, time.spent)), strict=True)
+                )
+                stop = asked or spent
                 every = config.train.save_every
                 if stop or done == config.train.updates or (every and done % every == 0):
-                    taken = save_training(run, training_path(output, done), _progress(config, done, inputs))
+                    with time.saving():
+                        taken = save_training(
+                            run, training_path(output, done), _progress(config, done, inputs)
+                        )
                     run.ledger.output = max(run.ledger.output, taken)
                     if (
                         runtime.is_main
@@ -123,7 +134,12 @@ def _train(config: Config, runtime: Runtime, material: Documents | Groups, outpu
                         journal.trim(saved or 0)
                     saved = done
                 if stop:
-                    tracker.note(f"interrupted after update {done}; the same command resumes")
+                    why = (
+                        "interrupted"
+                        if asked
+                        else f"train.max_seconds = {config.train.max_seconds:g}: stopped"
+                    )
+                    tracker.note(f"{why} after update {done}; the same command resumes")
                     break
             if saved is not None:
                 tracker.note(f"checkpoint {training_path(output, saved)}")

@@ -162,3 +162,21 @@ def _start(runs: Runs) -> dict[str, object]:
     from safetensors.torch import load_file
 
     return load_file(runs.model / "model.safetensors")
+
+
+@pytest.mark.parametrize("world", [ONE, World(cp=2)], ids=lambda world: world.name)
+def test_a_run_stops_before_its_wall_time_is_over(world: World, runs: Runs) -> None:
+    """No second update fits: it saves after the first, exit 0, and goes on when there is time."""
+    name = f"hurried-{world.name}"
+    settings = ["train.groups_per_update=2", "train.updates=2", *world.overrides]
+    said = run(
+        runs.train(name, *settings, "train.max_seconds=0.5"),
+        runs.train(name, *settings, "train.max_seconds=100000"),
+        runs.train(f"calm-{world.name}", *settings),
+        runs.export(name, 2),
+        runs.export(f"calm-{world.name}", 2),
+        world=world,
+    )
+    assert "train.max_seconds = 0.5: stopped after update 1" in said[0] and "update 2/2" not in said[0]
+    assert "at update 1" in said[1] and "stopped" not in said[1]
+    require_equal_weights(runs.weights(name, 2), runs.weights(f"calm-{world.name}", 2))
