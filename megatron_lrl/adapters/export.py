@@ -7,6 +7,7 @@ CKPT_DIR (adapter.* tensors) ──┬─► adapter_config.json, adapter_model.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,7 +98,8 @@ def _read(ckpt_dir: Path, spec: AdapterSpec, arch: Architecture) -> dict[str, to
         for entry in (weight.a, weight.b)
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
     }
-    with reading_checkpoint(ckpt_dir):
+    with reading_checkpoint(ckpt_dir), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, about its own argument order and one process
         stored = dist_checkpointing.load_tensors_metadata(str(ckpt_dir))
         for name, shape in wanted.items():
             found = stored.get(_KEY + name)

@@ -5,7 +5,7 @@ Why the tests show it: 32 real processes run the verbs' own code over gloo on ti
 layout cuts to one on a rank: dense, mixture, hybrid and latent; transformers is the oracle of scores and gradients. A
 rank of the training run is killed with SIGKILL and the same command goes on; the exported weights are those of a run
 that nothing disturbed, to the bit, and to rounding those of one rank.
-Not shown: more than one machine, NCCL, any speed: ranks outnumber cores by far. Some 15 GiB of memory are needed.
+Not shown: more than one machine, NCCL, any speed: ranks outnumber cores by far. Some 3 GiB of memory are needed: ranks are forked.
 """
 
 from __future__ import annotations
