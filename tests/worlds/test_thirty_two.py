@@ -5,7 +5,7 @@ Why the tests show it: 32 real processes run the verbs' own code over gloo on ti
 layout cuts to one on a rank: dense, mixture, hybrid and latent; transformers is the oracle of scores and gradients. A
 rank of the training run is killed with SIGKILL and the same command goes on; the exported weights are those of a run
 that nothing disturbed, to the bit, and to rounding those of one rank.
-Not shown: more than one machine, NCCL, any speed: ranks outnumber cores by far. Some 3 GiB of memory are needed: ranks are forked.
+Not shown: more than one machine, NCCL, any speed: ranks outnumber cores by far. Forked, they take some 3 GiB in all.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_training_survives_a_kill_and_goes_on_in_another_layout(tmp_path: Path, 
     words = runs.train("killed", *settings, *places)
     with pytest.raises(RankFailure):
         run_world(
-            DENSE, "cli.kill_ranks:run", arguments=words, rank=21, kind="forward", at=60, timeout_s=LONG_S
+            DENSE, "cli.kill_ranks:run", arguments=words, rank=21, kind="forward", at=24, timeout_s=LONG_S
         )
     run(words, runs.export("killed", 2), world=DENSE, timeout_s=LONG_S)
     require_equal_weights(runs.weights("killed", 2), runs.weights("whole", 2))
