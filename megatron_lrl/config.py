@@ -171,13 +171,25 @@ _MAY_CHANGE = (
 
 
 def differing_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Dotted keys that make `config` another run than `saved`, a `model_dump(mode="json")` of its Config."""
-    old, new = dict(_flatten(saved)), dict(_flatten(config.model_dump(mode="json")))
+    """Dotted keys that make `config` another run than `saved`, a `model_dump(mode="json")` of its Config.
+
+    A key that is younger than the saved run had its default then: what a setting adds is off unless asked for.
+    """
+    new = dict(_flatten(config.model_dump(mode="json")))
+    old = {key: value for key, value in _defaults() if key in new} | dict(_flatten(saved))
     return sorted(
         key
         for key in old.keys() | new.keys()
         if not key.startswith(_MAY_CHANGE) and old.get(key) != new.get(key)
     )
+
+
+def _defaults() -> Iterator[tuple[str, Any]]:
+    """Dotted keys and defaults, as JSON gives them back."""
+    for table, field in Config.model_fields.items():
+        for key, setting in _table_of(field).model_fields.items():
+            if setting.default is not PydanticUndefined:
+                yield f"{table}.{key}", json.loads(json.dumps(setting.default))
 
 
 def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -57,6 +57,15 @@ def test_a_resumed_run_may_change_its_layout_but_not_its_objective(write_config)
     ]  # fmt: skip
 
 
+def test_a_run_older_than_a_setting_goes_on_with_its_default(write_config) -> None:
+    path = write_config('[model]\nhf = "DIR"\n')
+    saved = json.loads(json.dumps(load_config(path).model_dump(mode="json")))
+    del saved["adapter"], saved["model"]["max_positions"]
+    assert differing_settings(saved, load_config(path)) == []
+    asked = load_config(path, ["adapter.rank=4", "model.max_positions=99"])
+    assert differing_settings(saved, asked) == ["adapter.rank", "model.max_positions"]
+
+
 def test_the_keys_of_an_adapter_are_read(write_config) -> None:
     config = load_config(
         write_config(

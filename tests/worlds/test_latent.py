@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from harness import ONE, WORLDS, World, run_world
 from harness.worlds import EP_WORLDS
+from oracle.compare import compare_tensors
+from safetensors.torch import load_file
 
 from worlds.test_moe import check
 
@@ -57,3 +59,25 @@ def test_a_token_takes_one_row_for_keys_and_values(world: World, answers: Any) -
         (found,) = rank["exact"]
         assert found["state"] == rows
         assert found["group"] == 2 * rows
+
+
+def test_execution_changes_rounding_only(answers: Any, tmp_path: Path, report: Any) -> None:
+    """In float64: other chunks, other numbers at once, kept graphs, cut responses."""
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "Z = 7": {"Z": 7},
+        "K = 1": {"K": 1},
+        "kept graphs": {"prefix__keep_graph_bytes": 10**9},
+        "some kept graphs": {"prefix__keep_graph_bytes": 200_000},
+        "cut responses": {"replay__chunk_size": 3},
+    }
+    outs = {name: tmp_path / f"{name}.safetensors" for name in ways}
+    cases = [
+        answers.case("glm4_moe_lite", "mixed", outs[name], model__dtype='"float64"', **settings)
+        for name, settings in ways.items()
+    ]
+    run_world(ONE, "worlds.ranks:run_verbs", cases=cases)
+    for name, out in outs.items():
+        comparison = compare_tensors(load_file(out), load_file(outs["plain"]))
+        report(name, comparison)
+        comparison.require(1e-12, 1e-12, name)
