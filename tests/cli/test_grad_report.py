@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 
 from cli.runs import Runs
 from megatron_lrl.checkpoint.hf_export import gradient_file_bytes
+from megatron_lrl.checkpoint.streaming import build_meta_model
 from megatron_lrl.cli import main
 from megatron_lrl.models.hf_config import read_architecture
 from megatron_lrl.precision import DTYPES
+from megatron_lrl.runtime import Layout, runtime_scope
 
 RESPONSES = [{"ids": [5, 9, 4], "advantage": 1.0}, {"ids": [8, 2], "advantage": -1.0}]
 
@@ -41,7 +43,10 @@ def test_numbers_settings_and_bytes(dtype: str, tmp_path: Path, capsys: pytest.C
         assert all(tensor.dtype == DTYPES[dtype] for tensor in tensors.values())
         held = said[contract]["bytes"]
         assert held["output"] == max(tensor.nbytes for tensor in tensors.values())
-        assert held["output"] == gradient_file_bytes(read_architecture(runs.model), DTYPES[dtype])
+        arch = read_architecture(runs.model)
+        with runtime_scope(Layout()) as runtime:
+            model = build_meta_model(arch, runtime, DTYPES[dtype])
+            assert held["output"] == gradient_file_bytes(model, arch, DTYPES[dtype])
         assert held["run"] > 0 and held["replay"] > 0
     assert all((line["tokens"], line["responses"]) == (5, 2) for line in said.values())
     assert all(isinstance(line["loss"], float) for line in said.values())

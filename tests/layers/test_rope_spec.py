@@ -91,7 +91,9 @@ def test_the_rotating_part_is_transformers_bit_by_bit(family: str, kind: str) ->
     """GLM rotates half of each head and Qwen's hybrids a quarter, whether or not the file says so."""
     config_name, model_name = tiny_families.FAMILIES[family]
     fields = {"vocab_size": 31, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
-    fields |= {**tiny_families.FIELDS[family], "num_key_value_heads": 2, "head_dim": 32}
+    latent = family in tiny_families.LATENT  # one key for all heads, which rotates whole
+    width = {"qk_rope_head_dim": 32} if latent else {"head_dim": 32}
+    fields |= {**tiny_families.FIELDS[family], "num_key_value_heads": 2, **width}
     if family != "qwen3_5_moe":
         fields["intermediate_size"] = 8
     config = getattr(transformers, config_name)(
@@ -101,9 +103,9 @@ def test_the_rotating_part_is_transformers_bit_by_bit(family: str, kind: str) ->
     spec = architecture_from_dict(config.to_dict()).rope
     inv_freq, factor = spec.inv_freq()
     assert torch.equal(inv_freq, rotary.inv_freq) and factor == rotary.attention_scaling
-    share = {"qwen3_moe": 1.0, "glm4": 0.5, "glm4_moe": 0.5}.get(family, 0.25)
+    share = 1.0 if latent else {"qwen3_moe": 1.0, "glm4": 0.5, "glm4_moe": 0.5}.get(family, 0.25)
     assert spec.rotary_dim == 2 * len(inv_freq) == int(32 * share)
-    assert spec.interleaved == (family == "glm4")
+    assert spec.interleaved == (family == "glm4" or latent)
     unsaid = config.to_dict()
     unsaid["rope_parameters"].pop("partial_rotary_factor", None)
     assert architecture_from_dict(unsaid).rope == spec
