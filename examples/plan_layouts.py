@@ -24,8 +24,7 @@ def rows(options: argparse.Namespace, layout: str) -> str:
     from megatron_lrl.lifetimes.open import read_model_architecture
     from megatron_lrl.models.layout_check import check_layout
     from megatron_lrl.plan.bytes import RankBytes, Work, open_plan_of_stage, stages_that_differ
-    from megatron_lrl.plan.limits import largest
-    from megatron_lrl.plan.report import GIB
+    from megatron_lrl.plan.limits import GIB, largest
     from megatron_lrl.runtime import Layout
 
     world, _, sizes = layout.partition(":")

@@ -159,14 +159,15 @@ def _write_merged(
             runtime.together(require_weights, stored, base)
             runtime.together(check_same_model, arch, stored, base)
             layout, carried = stored.layout, base / HF_FOLDER
-            parts = stack.enter_context(checkpoint_parts(base, arch, stored, runtime))
+            parts = checkpoint_parts(base, arch, stored, runtime)
         else:
             runtime.together(_require_same_attention, arch, manifest)
             reader = stack.enter_context(runtime.together(SafetensorsReader, base))
             sources = runtime.together(_checked, reader, arch)
             layout, carried = sources.layout(), base
             parts = _directory_parts(sources) if runtime.is_main else iter(())
-        write_model(arch, layout, carried, target, runtime, (deltas.merged(part) for part in parts))
+        # Not a generator: it would end with the first failure, while the other ranks go on sending.
+        write_model(arch, layout, carried, target, runtime, map(deltas.merged, parts))
 
 
 def _require_same_attention(arch: Architecture, manifest: Manifest) -> None:

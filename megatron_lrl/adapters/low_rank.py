@@ -77,15 +77,14 @@ class LowRank(Module):
         whole = self.lora_B.new_zeros(self.outputs, self.sources, self.rank)
         return whole.index_put((self.rows, self.owners), self.lora_B).flatten(1)
 
-    def product(self) -> Tensor:
-        """scale · B A [o, i] of a column-parallel layer of one projection, for a layer that takes its weight apart.
+    def whole_a(self) -> Tensor:
+        """A for a layer that applies the product itself, to what every tp rank has whole.
 
-        A is whole on every tp rank and reads a latent that is too: its gradient is summed over the ranks here.
+        Its gradient is the ranks' sum: under sequence parallelism the mark says so, else the backward adds up.
         """
-        a_ri = self.lora_A
         if self.tp > 1 and not self.sequence_parallel:
-            a_ri = copy_to_tensor_model_parallel_region(a_ri, group=self.group)
-        return self.lora_B @ a_ri * self.scale
+            return copy_to_tensor_model_parallel_region(self.lora_A, group=self.group)
+        return self.lora_A
 
     def forward(self, x_s1i: Tensor) -> Tensor:
         """The part to add to the layer's output, of the same rows: [s, 1, o] in the adapter's dtype."""

@@ -111,12 +111,12 @@ def chosen_modules(arch: Architecture, targets: Sequence[str], experts: bool) ->
 
 def adapted_weights(arch: Architecture, modules: frozenset[str], rank: int) -> list[Adapted]:
     """The weights of the whole model that get an adapter, in table order."""
-    found: dict[str, Adapted] = {}
-    for entry, _ in adaptable(arch):
+    found = []
+    for entry in {entry.name: entry for entry, _ in adaptable(arch)}.values():
         kept = tuple(i for i, name in enumerate(entry.hf_names) if name.removesuffix(_WEIGHT) in modules)
-        if kept and entry.name not in found:
-            found[entry.name] = _adapted(entry, kept, rank)
-    return list(found.values())
+        if kept:
+            found.append(_adapted(entry, kept, rank))
+    return found
 
 
 def _adapted(weight: Entry, kept: tuple[int, ...], rank: int) -> Adapted:

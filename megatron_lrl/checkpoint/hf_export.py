@@ -7,7 +7,6 @@ them. The first replica takes part in every gather, the others of the first `ep`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -146,21 +145,20 @@ def export_checkpoint(ckpt_dir: str | Path, hf_dir: str | Path, runtime: Runtime
     try:
         if runtime.is_main:
             print(describe_rope(arch), flush=True)
-        with checkpoint_parts(ckpt_dir, arch, manifest, runtime) as parts:
-            write_model(arch, manifest.layout, ckpt_dir / HF_FOLDER, hf_dir, runtime, parts)
+        parts = checkpoint_parts(ckpt_dir, arch, manifest, runtime)
+        write_model(arch, manifest.layout, ckpt_dir / HF_FOLDER, hf_dir, runtime, parts)
     finally:
         if runtime.is_main:
             publish.discard(hf_dir)
     return arch
 
 
-@contextmanager
 def checkpoint_parts(
     ckpt_dir: Path, arch: Architecture, manifest: Manifest, runtime: Runtime
-) -> Iterator[Iterator[TensorPart]]:
+) -> Iterator[TensorPart]:
     """A checkpoint's tensors under Hugging Face names, on rank 0, for `write_model`; collective.
 
-    On the way out raises, on all ranks, what one could not read.
+    The iterator gives every tensor its turn and then raises what this rank could not read.
     """
     packed = holds_packed_experts((record.name for record in manifest.layout.tensors), arch)
     model = runtime.together(build_meta_model, arch, runtime, DTYPES[manifest.dtype])
@@ -181,7 +179,7 @@ def checkpoint_parts(
         if failure:
             raise failure[0]
 
-    yield parts()
+    return parts()
 
 
 def write_model(

@@ -58,17 +58,18 @@ def load_weights(
 
     def read() -> None:
         state = {key: value for key, value in weights_state_dict(model).items() if not skip(key)}
-        adapted = unwrap(model).adapters is not None  # its base is in place already
-        wanted = set(state) if adapted else set(unwrap(model).state_dict())
         with reading_checkpoint(ckpt_dir), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's, about its own argument order
             loaded = dist_checkpointing.load({"model": state}, str(ckpt_dir))
         for key, value in loaded["model"].items():
             require_finite(value, key, ckpt_dir)
-        result = unwrap(model).load_state_dict(loaded["model"], strict=False)
+        core = unwrap(model)
+        result = core.load_state_dict(loaded["model"], strict=False)
+        # An adapter's base is in place already.
+        missing = result.missing_keys if core.adapters is None else state.keys() & set(result.missing_keys)
         left = [
             key
-            for key in (*(key for key in result.missing_keys if key in wanted), *result.unexpected_keys)
+            for key in (*missing, *result.unexpected_keys)
             if not key.endswith("_extra_state") and not skip(key)
         ]
         if left:

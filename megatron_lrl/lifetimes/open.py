@@ -109,16 +109,11 @@ def adapter_dtype(config: Config) -> torch.dtype | None:
 
 
 def add_adapters(
-    model: PolicyModel, config: Config, arch: Architecture, runtime: Runtime, *, fill: bool = True
+    model: PolicyModel, config: Config, arch: Architecture, runtime: Runtime, spec: AdapterSpec
 ) -> None:
-    """Freeze the model and put the settings' adapters beside its weights, if there are any; ``fill``: with values."""
-    spec = runtime.together(adapter_spec, config, arch)
-    if spec is None:
-        return
+    """Freeze the model and put an adapter beside its weights, as it starts by the settings; collective."""
     settings = config.adapter
     adapters = adapt(model, arch, spec, runtime, adapter_dtype(config))
-    if not fill:
-        return
     if settings.path is None:
         adapters.fill(initial(settings.init, config.train.seed))
         return
@@ -147,9 +142,10 @@ def open_run(
     runtime.together(check_same_bits, config, arch, runtime)
     runtime.together(check_lockstep, config, arch, runtime.layout)
     runtime.together(check_routing, config, arch)
+    spec = runtime.together(adapter_spec, config, arch)
     if runtime.is_main:
         print(describe_rope(arch), flush=True)
-        if (spec := adapter_spec(config, arch)) is not None:
+        if spec is not None:
             print(f"adapter: {spec}, {len(spec.modules)} projections; the base is frozen", flush=True)
         if arch.lastkv is not None:
             print(f"attention: {describe_attention(arch)}", flush=True)
@@ -157,7 +153,8 @@ def open_run(
         print(f"logits: of {rows} response tokens at a time (replay.logits_chunk)", flush=True)
     libraries = process_bytes()
     model: Any = load_policy(config, runtime, arch)
-    add_adapters(model, config, arch, runtime)
+    if spec is not None:
+        add_adapters(model, config, arch, runtime, spec)
     said = settle_same_bits(config, arch, runtime, model)
     if said and runtime.is_main:
         print(said, flush=True)

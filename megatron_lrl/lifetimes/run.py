@@ -101,10 +101,11 @@ class Run:
     def identity(self, prefix_ids: Sequence[int], version: int | None = None) -> Identity:
         """What a prefix of these tokens would be captured for, now (or at another model version)."""
         layout, core = self.runtime.layout, self.core(self.model)
+        version, adapters = self.version if version is None else version, core.adapters
         return Identity(
-            model_version=self.version if version is None else version,
-            adapter_version=0 if core.adapters is None else self.version if version is None else version,
-            model=self.arch.fingerprint() + ("" if core.adapters is None else f", {core.adapters.spec}"),
+            model_version=version,
+            adapter_version=0 if adapters is None else version,
+            model=self.arch.fingerprint() + ("" if adapters is None else f", {adapters.spec}"),
             tokens=hash_tokens(prefix_ids),
             start=0,
             count=len(prefix_ids),

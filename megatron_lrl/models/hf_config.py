@@ -13,16 +13,15 @@ from typing import Any
 
 from megatron_lrl.errors import UserError
 from megatron_lrl.layers.architecture import ATTENTION, Architecture, LastKVSpec, MoESpec
+from megatron_lrl.layers.mla.sizes import MLA, MLASpec
 from megatron_lrl.layers.rope_spec import RopeSpec, read_rope, unread_fields
 from megatron_lrl.models.hf_families import (
     FAMILIES,
-    LATENT,
     MROPE,
     PARTIAL_ROTARY,
     default_of,
     family_fields,
     find_family,
-    latent_sizes,
 )
 from megatron_lrl.models.hf_fields import (
     MOST_LAYERS,
@@ -119,7 +118,8 @@ def _decoder(
         )
     # Llama and the mixtures compute head_dim from the other sizes when it is absent
     head_default = default_of(family, "head_dim")
-    latent = latent_sizes(fields, family, source) if family in LATENT else None
+    particular = family_fields(fields, family, num_layers, source)
+    latent: MLASpec | None = particular.get("sizes", {}).get(MLA)
     if latent is not None:
         head_dim = latent.query
         if lastkv is not None:
@@ -140,7 +140,6 @@ def _decoder(
         raise UserError(f"{source}: head_dim = {head_dim} must be even (rotary embedding)")
     defaults = {name: default_of(family, name) for name in ("sliding_window", "max_window_layers")}
     refuse_sliding_window(fields, family, num_layers, defaults, source)
-    particular = family_fields(fields, family, num_layers, source)
     rope = read_rope(
         fields,
         head_dim=head_dim if latent is None else latent.rotary,

@@ -137,7 +137,7 @@ def family_fields(raw: Mapping[str, Any], family: str, num_layers: int, source: 
     if family == "glm4_moe":
         fields["qk_norm"] = boolean(raw, "use_qk_norm", source, False)
     if family in LATENT:
-        fields["sizes"] = {MLA: latent_sizes(raw, family, source)}
+        fields["sizes"] = {MLA: _latent(raw, family, source)}
     if family in _BIASED_ROUTERS:
         keys = ("num_nextn_predict_layers", "num_mtp_layers")
         extra = _alias(raw, keys, family, source, least=0, most=MOST_LAYERS)
@@ -175,7 +175,7 @@ def _mixers(raw: Mapping[str, Any], family: str, num_layers: int, source: str) -
     return mixers
 
 
-def latent_sizes(raw: Mapping[str, Any], family: str, source: str) -> MLASpec:
+def _latent(raw: Mapping[str, Any], family: str, source: str) -> MLASpec:
     """Widths of latent attention. Raises `UserError` for biases and for sizes that do not fit each other."""
 
     def size(key: str) -> int:

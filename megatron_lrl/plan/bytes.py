@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lrl.adapters.adapt import Base
+from megatron_lrl.adapters.adapt import Base, adapt
 from megatron_lrl.checkpoint.hf_export import gradient_file_bytes
 from megatron_lrl.checkpoint.optimizer_state import prime, saving_bytes
 from megatron_lrl.layers.advance import local_keys
@@ -23,7 +23,7 @@ from megatron_lrl.layers.architecture import Architecture
 from megatron_lrl.layers.kind import Capture, Place
 from megatron_lrl.layers.kinds import kinds_of
 from megatron_lrl.lifetimes.ledger import Ledger, process_bytes
-from megatron_lrl.lifetimes.open import add_adapters
+from megatron_lrl.lifetimes.open import adapter_dtype, adapter_spec
 from megatron_lrl.lifetimes.optim import build_optimizer, wrap_ddp
 from megatron_lrl.lifetimes.prompt import PromptGroup
 from megatron_lrl.lifetimes.room import Room
@@ -103,7 +103,8 @@ def planned_run(config: Config, runtime: PlannedRuntime, arch: Architecture, opt
     """One rank's run as `open_run` makes it, inside a `rehearsal`. The optimizer's moments exist."""
     libraries = process_bytes()
     model: Any = configured_model(config, arch, runtime)
-    add_adapters(model, config, arch, runtime, fill=False)
+    if (spec := adapter_spec(config, arch)) is not None:
+        adapt(model, arch, spec, runtime, adapter_dtype(config))
     run = Run(config, runtime, arch, model, version=1, ledger=Ledger(libraries=libraries))
     shard = optimizer and runtime.groups.dp_cp.size() > 1
     run.model = wrap_ddp(model, runtime, shard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+GIB = 2**30
 _FURTHER = 8
 
 

@@ -29,13 +29,12 @@ from megatron_lrl.plan.bytes import (
     stages_that_differ,
 )
 from megatron_lrl.plan.cost import break_even_group, window_cost
-from megatron_lrl.plan.limits import largest
+from megatron_lrl.plan.limits import GIB, largest
 from megatron_lrl.plan.search import describe, search
 from megatron_lrl.plan.world import beside
 from megatron_lrl.runtime import Layout, check_world
 from megatron_lrl.settings import Config
 
-GIB = 2**30
 DEFAULT_PROMPT = 32768
 NO_LIMIT = 1_000_000
 """A number of responses that nothing but time limits."""

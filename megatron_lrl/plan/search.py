@@ -20,11 +20,10 @@ from megatron_lrl.models.layout_check import check_layout
 from megatron_lrl.passes.lockstep import check_lockstep
 from megatron_lrl.plan.bytes import Work, open_plan_of_stage, stages_that_differ
 from megatron_lrl.plan.cost import window_cost
-from megatron_lrl.plan.limits import largest
+from megatron_lrl.plan.limits import GIB, largest
 from megatron_lrl.runtime import Layout
 from megatron_lrl.settings import Config
 
-GIB = 2**30
 _SHOWN = 6
 _TP = 8  # tensor parallel ranks that one machine's links join, on the machines that people have
 

@@ -61,8 +61,6 @@ COSTLY = frozenset({
         "cp2-dp2", "dp2-ep2")),
     *(f"tests/worlds/test_latent.py::test_score_and_grad_are_those_of_transformers[{world}]" for world in (
         "cp2-dp2", "dp2-ep2")),
-    "tests/plan/test_plan_adapter.py::test_planned_bytes_are_measured_bytes[one]",
-    "tests/plan/test_plan_adapter.py::test_planned_bytes_are_measured_bytes[cp2-dp2]",
     "tests/cli/test_resume.py::test_a_run_stops_before_its_wall_time_is_over[cp2]",
     "tests/cli/test_resume.py::test_a_signal_stops_with_a_checkpoint[dp2]",
     "tests/worlds/test_decode.py::test_together_samples_what_each_group_samples_alone[one]",

@@ -54,6 +54,7 @@ class Planned(NamedTuple):
 
 
 LASTKV = ("model.attention=lastkv", "lastkv.chunk_size=8")
+LORA = ("adapter.rank=3", 'adapter.targets=["q_proj", "v_proj", "down_proj"]', "loss.kl_coef=0.1")
 PLANNED = [
     Planned("qwen3_5-vl", World(), ("exact", "response_only", "conventional"), layers=8),
     Planned("qwen3_5", World(cp=2), settings=("prefix.snapshot_bytes=16000",)),
@@ -63,6 +64,11 @@ PLANNED = [
     Planned("qwen3_moe-sparse", World(pp=2), layers=8),
     Planned("glm4_moe", World(), ("response_only", "conventional")),
     Planned("glm4_moe_lite", World(tp=2, cp=2)),
+    Planned("qwen3_5", World(tp=2, pp=2), settings=LORA),
+    *(
+        pytest.param(Planned("glm4_moe", world, settings=LORA), marks=pytest.mark.slow)
+        for world in (World(), World(cp=2, dp=2))
+    ),
     pytest.param(Planned("glm4_moe-groups", World(tp=2, dp=2, ep=2), ("exact",)), marks=pytest.mark.slow),
 ]
 

@@ -13,7 +13,7 @@ Every tp rank has its heads and all rows. The down-projections are whole on each
 rotated key's gradient included.
 
 Legend: m slots of this rank (s: its tp slice of them), N heads of this tp rank, r latent, dr rotated dims, c = r + dr,
-dn key dims without rotation, dv value dims, H hidden size.
+dn key dims without rotation, dv value dims, H hidden size, R rank of an adapter.
 """
 
 from __future__ import annotations
@@ -99,11 +99,10 @@ class ResidentMLA(MegatronModule):
             raise RuntimeError("the model runs only through megatron_lrl.layers.advance")
         advance = packed_seq_params
         row_m1c = self._rows(hidden_states, rotary_pos_emb)
-        to_key_Ndr, to_value_Nvr = self._up().split([self.spec.nope, self.spec.value], dim=1)
-        q_mNc = self._queries(hidden_states, rotary_pos_emb, to_key_Ndr)
+        q_mNc = self._queries(hidden_states, rotary_pos_emb)
         layer = advance.state.layer(self.layer_number, LatentLayer)
         o_mNc = layer.attend(q_mNc, row_m1c, row_m1c, advance.layout, self.scale, advance.kv_cp_group)
-        out_Nmv = o_mNc[..., : self.spec.latent].transpose(0, 1) @ to_value_Nvr.transpose(1, 2)
+        out_Nmv = self._from_latent(o_mNc[..., : self.spec.latent].transpose(0, 1))
         return self.linear_proj(out_Nmv.transpose(0, 1).flatten(1).unsqueeze(1))
 
     def grow_state(self, normed_smh: Tensor, angles: Any, advance: AdvanceContext) -> None:
@@ -113,28 +112,48 @@ class ResidentMLA(MegatronModule):
 
     def _rows(self, x_s1H: Tensor, angles: Any) -> Tensor:
         """[m, 1, c]: normed latent and rotated key of all of this rank's slots, on every tp rank."""
-        latent, key = self.linear_kv_down(x_s1H).split([self.spec.latent, self.spec.rotary], dim=-1)
-        row_s1c = torch.cat([self.kv_norm(latent), key], dim=-1)
-        row_m1c = self._everywhere(row_s1c)
-        latent, key = row_m1c.split([self.spec.latent, self.spec.rotary], dim=-1)
+        widths = [self.spec.latent, self.spec.rotary]
+        latent, key = self.linear_kv_down(x_s1H).split(widths, dim=-1)
+        latent = self.kv_norm(latent)
+        if self.tp.size() > 1:  # both in one message
+            latent, key = self._everywhere(torch.cat([latent, key], dim=-1)).split(widths, dim=-1)
         return torch.cat([latent, self._rotated(key.unsqueeze(2), angles, 1).squeeze(2)], dim=-1)
 
-    def _queries(self, x_s1H: Tensor, angles: Any, to_key_Ndr: Tensor) -> Tensor:
+    def _queries(self, x_s1H: Tensor, angles: Any) -> Tensor:
         """[m, N, c]: queries that meet rows."""
         if self.spec.query_rank:
             x_s1H = self.q_norm(self.linear_q_down(x_s1H))
         q_m1Nd = self.linear_q_up(x_s1H)[0].unflatten(-1, (self.heads, self.spec.query))
         nope_m1Nd, rope_m1Nd = q_m1Nd.split([self.spec.nope, self.spec.rotary], dim=-1)
-        latent_Nmr = nope_m1Nd.squeeze(1).transpose(0, 1) @ to_key_Ndr
+        latent_Nmr = self._to_latent(nope_m1Nd.squeeze(1).transpose(0, 1))
         return torch.cat([latent_Nmr.transpose(0, 1), self._rotated(rope_m1Nd, angles, 0).squeeze(1)], dim=-1)
 
-    def _up(self) -> Tensor:
-        """[N, dn + dv, r]: W_UK and W_UV of each head, with the adapter's share if there is one."""
-        weight = self.linear_kv_up.weight
+    def _to_latent(self, nope_Nmd: Tensor) -> Tensor:
+        """[N, m, dn] -> [N, m, r]: the queries' part without rotation, times W_UK of its head."""
+        latent_Nmr = nope_Nmd @ self._heads(self.linear_kv_up.weight)[:, : self.spec.nope]
+        if (adapter := self._adapter) is None:
+            return latent_Nmr
+        a_Rr, b_NdR = adapter.whole_a(), self._heads(adapter.lora_B)[:, : self.spec.nope]
+        return latent_Nmr + ((nope_Nmd.to(b_NdR.dtype) @ b_NdR) @ a_Rr * adapter.scale).to(latent_Nmr.dtype)
+
+    def _from_latent(self, o_Nmr: Tensor) -> Tensor:
+        """[N, m, r] -> [N, m, dv]: what attention took of the latents, times W_UV of its head."""
+        out_Nmv = o_Nmr @ self._heads(self.linear_kv_up.weight)[:, self.spec.nope :].transpose(1, 2)
+        if (adapter := self._adapter) is None:
+            return out_Nmv
+        a_Rr, b_NvR = adapter.whole_a(), self._heads(adapter.lora_B)[:, self.spec.nope :]
+        low_NmR = o_Nmr.to(a_Rr.dtype) @ a_Rr.t()
+        return out_Nmv + (low_NmR @ b_NvR.transpose(1, 2) * adapter.scale).to(out_Nmv.dtype)
+
+    @property
+    def _adapter(self) -> Any:
+        """That of the up-projection, which is taken apart here: its layer's own hook never runs."""
         adapter = getattr(self.linear_kv_up, "adapter", None)
-        if adapter is not None and adapter.enabled:
-            weight = weight + adapter.product().to(weight.dtype)
-        return weight.view(self.heads, self.spec.expanded, self.spec.latent)
+        return adapter if adapter is not None and adapter.enabled else None
+
+    def _heads(self, weight: Tensor) -> Tensor:
+        """[N (dn + dv), x] -> [N, dn + dv, x]."""
+        return weight.view(self.heads, self.spec.expanded, -1)
 
     def _everywhere(self, x_s1c: Tensor) -> Tensor:
         """All slots on every tp rank; the backward adds up what the ranks' heads found."""
@@ -142,9 +161,7 @@ class ResidentMLA(MegatronModule):
             return gather_from_sequence_parallel_region(
                 x_s1c, tensor_parallel_output_grad=True, group=self.tp
             )
-        if self.tp.size() > 1:
-            return copy_to_tensor_model_parallel_region(x_s1c, group=self.tp)
-        return x_s1c
+        return copy_to_tensor_model_parallel_region(x_s1c, group=self.tp)
 
     def _rotated(self, x: Tensor, angles: Any, number: int) -> Tensor:
         """x [m, 1, h, dr]; ``number`` of the angles where queries and keys have their own."""
